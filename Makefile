@@ -1,0 +1,45 @@
+# Every target does its own set-up: it makes a virtual environment in .venv
+# (or reuses the one that is there) and installs what it needs into it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test lint format clean
+.NOTPARALLEL:
+
+help:
+	@echo "make demo    train a small model with differential privacy"
+	@echo "make test    check style and run the tests"
+	@echo "make lint    check style only"
+	@echo "make format  sort imports, fix and format the code"
+	@echo "make clean   remove .venv, builds and caches"
+
+demo: $(VENV)/.stamp-demo
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python examples/quickstart.py
+
+test: lint
+	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/pytest -n 2
+
+lint: $(VENV)/.stamp-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.stamp-test
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps say which extras are installed; they go stale when the
+# dependencies may have changed.
+$(VENV)/.stamp-%: setup.cfg pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	touch $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or \
+	sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)

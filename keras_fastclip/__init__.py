@@ -1,0 +1,38 @@
+"""Fast, exact differentially private training for Keras 3 on TensorFlow."""
+
+from keras_fastclip.callbacks import EpsilonTracker
+from keras_fastclip.checking import GradientReport, check_gradients
+from keras_fastclip.clipping import (
+    AutomaticClipping,
+    Clipping,
+    FlatClipping,
+    GlobalClipping,
+    PerLayerClipping,
+)
+from keras_fastclip.model import DPModel, DPSequential, make_private
+from keras_fastclip.probe import NotPrivateError
+from keras_fastclip.registry import (
+    LayerRegistry,
+    default_registry,
+    register,
+)
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "AutomaticClipping",
+    "Clipping",
+    "DPModel",
+    "DPSequential",
+    "EpsilonTracker",
+    "FlatClipping",
+    "GlobalClipping",
+    "GradientReport",
+    "LayerRegistry",
+    "NotPrivateError",
+    "PerLayerClipping",
+    "check_gradients",
+    "default_registry",
+    "make_private",
+    "register",
+]

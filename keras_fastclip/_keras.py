@@ -1,0 +1,254 @@
+"""Every private Keras name that is used, in one place.
+
+Each function here has a test in tests/test_keras_internals.py that fails when
+Keras changes what it relies on.
+"""
+
+import contextlib
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.common.variables import AutocastScope
+from keras.src.models.functional import Functional
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
+from keras.src.random.seed_generator import global_seed_generator
+from keras.src.trainers.data_adapters.array_slicing import (
+    train_validation_split,
+)
+from keras.src.trainers.data_adapters.data_adapter_utils import (
+    class_weight_to_sample_weights,
+)
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import context as tf_context
+
+__all__ = [
+    "Functional",
+    "class_weight_to_sample_weights",
+    "train_validation_split",
+]
+
+
+def layers_of(model: keras.Layer) -> list[keras.Layer]:
+    """The model and all layers below it, each once, outermost first."""
+    unique = {id(layer): layer for layer in model._flatten_layers()}
+    return list(unique.values())
+
+
+def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """Weights that the layer itself holds and that are being trained.
+
+    LoRA leaves a frozen kernel among a layer's trainable variables, hence the
+    look at each variable's own flag.
+    """
+    if not layer.trainable:
+        return []
+    return [v for v in layer._trainable_variables if v.trainable]
+
+
+def raw(variable: keras.Variable) -> tf.Variable:
+    """The TensorFlow variable behind a Keras variable."""
+    return variable._value
+
+
+def seed_states(layer: keras.Layer) -> list[keras.Variable]:
+    """States of the random generators of a layer and of all below it."""
+    states = [global_seed_generator().state]
+    for sublayer in layers_of(layer):
+        for generator in sublayer._seed_generators:
+            states.append(generator.state)
+    return list({id(s): s for s in states}.values())
+
+
+def training_phase(layer: keras.Layer) -> Any:
+    """The value of `training` that holds inside the current call."""
+    return layer._get_call_context().get_value("training")
+
+
+def is_functional_call(args: tuple, kwargs: dict) -> bool:
+    """Whether a model is being made from inputs and outputs."""
+    return (
+        len(args) == 2
+        or (len(args) == 1 and "outputs" in kwargs)
+        or ("inputs" in kwargs and "outputs" in kwargs)
+    )
+
+
+def own_losses(layer: keras.Layer) -> list[tf.Tensor]:
+    """What the layer gave to `add_loss` in its latest call."""
+    return list(layer._losses)
+
+
+def call_model(model: keras.Model, x: Any, training: bool = True) -> Any:
+    """The forward pass as Keras runs it in a step."""
+    if model._call_has_training_arg:
+        return model(x, training=training)
+    return model(x)
+
+
+def compiled_loss(model: keras.Model, y, y_pred, sample_weight) -> tf.Tensor:
+    """The compiled loss of a batch, as Keras reduces it."""
+    return model._compile_loss(y, y_pred, sample_weight)
+
+
+def draws_random_numbers(model: keras.Model, x: Any) -> bool:
+    """Whether a forward pass in training moves a random generator."""
+    states = seed_states(model)
+    before = [np.array(state) for state in states]
+    call_model(model, x)
+    return any(
+        not np.array_equal(value, state)
+        for value, state in zip(before, states, strict=True)
+    )
+
+
+@contextlib.contextmanager
+def compiled_losses_replaced(model: keras.Model, wrap, metric_wrap):
+    """Runs the compiled loss with each of its loss objects wrapped.
+
+    Keras matches outputs, targets, weights and losses by path when it calls
+    the compiled loss, so exchanging the loss objects underneath gets all of
+    that for free.
+    """
+    compiled = model._compile_loss
+    losses, metrics = compiled._flat_losses, compiled._metrics
+    compiled._flat_losses = [
+        entry._replace(loss=wrap(entry.loss)) for entry in losses
+    ]
+    compiled._metrics = [metric_wrap(metric) for metric in metrics]
+    try:
+        yield compiled
+    finally:
+        compiled._flat_losses, compiled._metrics = losses, metrics
+
+
+def compiled_metrics(model: keras.Model, y, y_pred):
+    """[(metric, y, y_pred, output index, weighted)] of the compiled metrics."""
+    compiled = model._compile_metrics
+    if compiled is None:
+        return []
+    if not compiled.built:
+        compiled.build(y, y_pred)
+    flat_y, flat_pred = compiled._flatten_y(y), compiled._flatten_y(y_pred)
+    found = []
+    for weighted, lists in (
+        (False, compiled._flat_metrics),
+        (True, compiled._flat_weighted_metrics),
+    ):
+        for index, (metrics, target, prediction) in enumerate(
+            zip(lists, flat_y, flat_pred, strict=False)
+        ):
+            for metric in metrics.metrics if metrics else []:
+                found.append((metric, target, prediction, index, weighted))
+    return found
+
+
+@contextlib.contextmanager
+def autocast(layer: keras.Layer):
+    """The scope in which a layer of mixed precision reads its weights."""
+    if layer.compute_dtype == layer.variable_dtype:
+        yield
+        return
+    with AutocastScope(layer.compute_dtype):
+        yield
+
+
+def mask_of(tensor: Any) -> tf.Tensor | None:
+    """The mask that Keras hung on a tensor."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+@contextlib.contextmanager
+def weights_as_constants(variables):
+    """Inside, the weights read as constants that no tape follows."""
+    outer = get_stateless_scope()
+    scope = keras.StatelessScope(
+        [(v, tf.stop_gradient(raw(v))) for v in variables]
+    )
+    if outer is not None:
+        scope.state_mapping = {**outer.state_mapping, **scope.state_mapping}
+    with scope:
+        yield
+
+
+@contextlib.contextmanager
+def tensorflow_seed_kept():
+    """Gives TensorFlow its global seed back."""
+    context = tf_context.context()
+    seed, generator = context._seed, getattr(context, "_rng", None)
+    try:
+        yield
+    finally:
+        context._seed, context._rng = seed, generator
+
+
+def preprocessing_of(model: keras.Model):
+    """A function from raw to model inputs for a KerasHub task, or None.
+
+    Such a task preprocesses inside its own `fit`, one batch at a time.
+    """
+    if not hasattr(model, "preprocess_samples"):
+        return None
+
+    def transform(batch):
+        x, y, sample_weight = batch
+        result = model.preprocess_samples(x, y, sample_weight)
+        return keras.utils.unpack_x_y_sample_weight(result)
+
+    return transform
+
+
+def preprocessed(model: keras.Model, data: Any, batch_size: int) -> Any:
+    """Validation data as a data set of batches of model inputs."""
+    if data is None or not hasattr(model, "preprocess_samples"):
+        return data
+    if not isinstance(data, tf.data.Dataset):
+        data = tf.data.Dataset.from_tensor_slices(data).batch(batch_size)
+    return data.map(model.preprocess_samples)
+
+
+def layers_with_input(model: keras.Sequential) -> list[keras.Layer]:
+    """The layers of a Sequential model, its input layer included."""
+    return list(model._layers)
+
+
+def init_functional(model: keras.Model, *args, **kwargs) -> None:
+    """Initializes a model from inputs and outputs.
+
+    As `keras.Model.__init__` does, but without changing the bases of classes.
+    """
+    Trainer.__init__(model)
+    Functional.__init__(model, *args, **kwargs)
+
+
+def functional_config(model: keras.Model) -> dict[str, Any]:
+    """The config of a functional model, as if it were a plain one."""
+    plain = Functional(
+        model._inputs_struct, model._outputs_struct, name=model.name
+    )
+    return plain.get_config()
+
+
+def functional_from_config(config, custom_objects) -> tuple[Any, Any, str]:
+    """Inputs, outputs and name of a functional model."""
+    plain = Functional.from_config(config, custom_objects)
+    return plain._inputs_struct, plain._outputs_struct, plain.name
+
+
+@contextlib.contextmanager
+def eager_scope():
+    """Eager execution, also while a function is being traced.
+
+    `tf.init_scope` does that but stops all gradient tapes; here they run.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    with tf.init_scope():
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+        try:
+            yield
+        finally:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()

@@ -1,0 +1,420 @@
+"""Interception of layer calls: the forward pass that leaves a record.
+
+While a `Recording` is open, every layer that owns trained weights runs through
+its rule, and ζ of each call is watched by the tape. The tape watches nothing
+else, so the one backward pass yields the cotangents of the ζ's and never a
+weight gradient.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_fastclip import _keras
+from keras_fastclip.registry.fallback import (
+    OPAQUE,
+    LayerLocal,
+    UserRule,
+    float_tensors,
+    tensors,
+    with_tensors,
+)
+from keras_fastclip.registry.lookup import LayerRegistry
+from keras_fastclip.registry.terms import ONE_ROW, Rows, Term
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A layer whose calls are captured.
+
+    Attributes:
+        layer: the layer.
+        path: its name in messages; unique within the model.
+        variables: the trained weights that its calls account for: its own,
+            or all weights below it if it is opaque.
+        rule: its rule, or None for the fallback.
+        random: whether it draws random numbers when called; known after the
+            probe, and of interest for the fallback only.
+    """
+
+    layer: keras.Layer
+    path: str
+    variables: tuple
+    rule: Callable | None
+    random: bool = False
+
+    @property
+    def call_name(self) -> str:
+        """Keras runs quantized layers through another method."""
+        mode = getattr(self.layer, "quantization_mode", None)
+        return "call" if mode is None else "quantized_call"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which rows of a call's tensors belong to which example.
+
+    Attributes:
+        inputs: for each tensor among the call's arguments its rows, or None
+            if all examples share it.
+        outputs: the rows of each floating-point tensor that is returned.
+        repeat: how to give a batch axis to a call that has none, such as the
+            lookup of a position table: "tile" the leading axis of size one,
+            "stack" a new one, or None.
+    """
+
+    inputs: tuple[Rows | None, ...]
+    outputs: tuple[Rows, ...]
+    repeat: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the probe found out about a model; see `probe.py`.
+
+    Attributes:
+        units: the layers to capture.
+        layouts: by (path, number of the call), the layout of each call.
+        reached: the calls that the losses depend on; None while the probe is
+            finding out.
+    """
+
+    units: tuple[Unit, ...]
+    layouts: dict[tuple[str, int], Layout]
+    reached: frozenset[tuple[str, int]] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One captured call.
+
+    Attributes:
+        unit: the layer.
+        key: (path, number of the call in this forward pass).
+        zetas: the tensors through which the weights act.
+        rows: the rows of the first of them.
+        terms: how the weights act on them.
+        single: whether g is one tensor (a rule) or a list (the fallback).
+    """
+
+    unit: Unit
+    key: tuple[str, int]
+    zetas: list[tf.Tensor]
+    rows: Rows
+    terms: list[Term]
+    single: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """A term with the cotangent that the backward pass brought it."""
+
+    term: Term
+    g: Any
+    rows: Rows
+    unit: Unit
+
+
+def find_units(
+    model: keras.Model,
+    registry: LayerRegistry,
+    opaque: frozenset[int] = frozenset(),
+    random: frozenset[int] = frozenset(),
+) -> tuple[Unit, ...]:
+    """The layers of a model that own trained weights.
+
+    Args:
+        model: the model, built.
+        registry: where to look for rules.
+        opaque: ids of layers to treat as one piece with all below them.
+        random: ids of layers known to draw random numbers.
+    """
+    units, inside, seen = [], set(), {}
+    for layer in _keras.layers_of(model):
+        if id(layer) in inside:
+            continue
+        if isinstance(layer, OPAQUE) or id(layer) in opaque:
+            below = _keras.layers_of(layer)
+            inside.update(id(sublayer) for sublayer in below)
+            variables, rule = layer.trainable_variables, None
+        else:
+            variables = _keras.own_trainable_variables(layer)
+            quantized = getattr(layer, "quantization_mode", None)
+            rule = None if quantized else registry.lookup(layer)
+        if not variables:
+            continue
+        path = layer.path or layer.name
+        seen[path] = seen.get(path, 0) + 1
+        if seen[path] > 1:
+            path = f"{path}#{seen[path]}"
+        units.append(
+            Unit(layer, path, tuple(variables), rule, id(layer) in random)
+        )
+    return tuple(units)
+
+
+Handler = Callable[[Unit, tuple[str, int], Callable, tuple, dict], Any]
+
+
+@contextlib.contextmanager
+def intercept(units: tuple[Unit, ...], handler: Handler) -> Iterator[None]:
+    """Routes the calls of the units' layers through a handler.
+
+    The handler gets the unit, the key of the call, the layer's own method and
+    its arguments, and returns what the layer is to return. A layer that calls
+    itself again inside its handler is not intercepted a second time.
+    """
+    counts, running = {}, set()
+
+    def route(unit, method):
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            if unit.path in running:
+                return method(*args, **kwargs)
+            number = counts.get(unit.path, 0)
+            counts[unit.path] = number + 1
+            running.add(unit.path)
+            try:
+                key = (unit.path, number)
+                return handler(unit, key, method, args, kwargs)
+            finally:
+                running.remove(unit.path)
+
+        return call
+
+    changed = []
+    try:
+        for unit in units:
+            name, held = unit.call_name, vars(unit.layer)
+            method = getattr(unit.layer, name)
+            changed.append((held, name, held.get(name)))
+            held[name] = route(unit, method)
+        yield
+    finally:
+        for held, name, before in reversed(changed):
+            if before is None:
+                held.pop(name, None)
+            else:
+                held[name] = before
+
+
+class Recording:
+    """The forward pass of a private step.
+
+    Example:
+
+    ```python
+    with Recording(plan, batch_size) as recording:
+        losses = per_example_losses(model(x, training=True), y)
+    uses = recording.backward(losses)
+    ```
+    """
+
+    def __init__(self, plan: Plan, batch_size: tf.Tensor):
+        self.calls: list[Call] = []
+        self._plan = plan
+        self._batch_size = batch_size
+        self._tape = tf.GradientTape(watch_accessed_variables=False)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Recording":
+        self._stack.enter_context(intercept(self._plan.units, self._on_call))
+        self._stack.enter_context(self._tape)
+        return self
+
+    def __exit__(self, *exception):
+        return self._stack.__exit__(*exception)
+
+    def _on_call(self, unit, key, method, args, kwargs):
+        call, finish = captured(
+            unit, key, self._layout(key), method, args, kwargs, self._batch_size
+        )
+        self.calls.append(call)
+        self._tape.watch(call.zetas)
+        return finish(call.zetas)
+
+    def _layout(self, key):
+        layout = self._plan.layouts.get(key)
+        if layout is None:
+            raise RuntimeError(
+                f"Layer {key[0]!r} was called {key[1] + 1} times or more in "
+                "this forward pass, fewer when the model was checked. A model "
+                "whose layers are called a varying number of times cannot be "
+                "clipped exactly: pad its inputs to one length."
+            )
+        return layout
+
+    def backward(
+        self, losses: tf.Tensor
+    ) -> tuple[list[Use], set[tuple[str, int]]]:
+        """One backward pass, to the ζ's only.
+
+        Args:
+            losses: one loss for each example.
+
+        Returns:
+            The terms of all calls that the losses depend on, with their
+            cotangents, and the keys of these calls.
+        """
+        zetas = [zeta for call in self.calls for zeta in call.zetas]
+        gradients = iter(self._tape.gradient(losses, zetas))
+        uses, reached = [], set()
+        for call in self.calls:
+            g = [next(gradients) for _ in call.zetas]
+            if all(part is None for part in g):
+                continue
+            reached.add(call.key)
+            g = [
+                tf.zeros_like(zeta) if part is None else part
+                for zeta, part in zip(call.zetas, g, strict=True)
+            ]
+            g = g[0] if call.single else g
+            uses += [Use(term, g, call.rows, call.unit) for term in call.terms]
+        expected = self._plan.reached
+        if expected is not None and reached != expected:
+            paths = sorted({key[0] for key in reached ^ expected})
+            raise RuntimeError(
+                f"The calls of {paths} do not reach the losses as they did "
+                "when the model was checked; this happens to a layer that is "
+                "called inside a loop. Register a rule for the layer that "
+                "runs the loop, or unroll it."
+            )
+        return uses, reached
+
+
+def captured(
+    unit: Unit,
+    key: tuple[str, int],
+    layout: Layout,
+    method: Callable,
+    args: tuple,
+    kwargs: dict,
+    batch_size: tf.Tensor,
+) -> tuple[Call, Callable]:
+    """Runs a call up to ζ.
+
+    Returns:
+        The captured call, and a function from ζ's to what the layer returns.
+    """
+    arguments = (args, kwargs)
+    if layout.repeat:
+        arguments = repeated(arguments, layout.repeat, batch_size)
+    if unit.rule is not None:
+        found = _by_rule(unit, key, layout, arguments)
+        if found is not None:
+            return found
+    return _by_fallback(unit, key, layout, method, arguments)
+
+
+def _by_rule(unit, key, layout, arguments):
+    args, kwargs = arguments
+    result = unit.rule(unit.layer, *args, **kwargs)
+    if result is NotImplemented:
+        return None
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise ValueError(
+            f"The rule for layer {unit.path!r} must return (zeta, omega) or "
+            f"(zeta, omega, psi); it returned {result!r}."
+        )
+    zeta, omega, *rest = result
+    psi = rest[0] if rest else getattr(unit.layer, "activation", None)
+    rows = layout.outputs[0] if layout.outputs else ONE_ROW
+    if callable(omega):
+        if rows != ONE_ROW:
+            # A user's Ω knows one row an example.
+            return None
+
+        def to_zeta(*args, **kwargs):
+            with _keras.autocast(unit.layer):
+                return unit.rule(unit.layer, *args, **kwargs)[0]
+
+        terms = [
+            UserRule(
+                to_zeta,
+                unit.variables,
+                arguments,
+                layout.inputs,
+                layout.outputs,
+                omega=omega,
+            )
+        ]
+    else:
+        trained = {id(v) for v in unit.variables}
+        terms = [t for t in omega if id(t.variables[0]) in trained]
+    # A tensor of its own, for the tape to watch.
+    zetas = [tf.identity(zeta)]
+    call = Call(unit, key, zetas, rows, terms, single=True)
+    return call, lambda zetas: psi(zetas[0]) if psi else zetas[0]
+
+
+def _by_fallback(unit, key, layout, method, arguments):
+    layer, training = unit.layer, _keras.training_phase(unit.layer)
+
+    def again(*args, **kwargs):
+        if training is not None:
+            kwargs["training"] = training
+        return layer(*args, **kwargs)
+
+    seeds = _seeds_by_example(layer, arguments, layout) if unit.random else ()
+    term = LayerLocal(
+        again,
+        unit.variables,
+        arguments,
+        layout.inputs,
+        layout.outputs,
+        seeds,
+    )
+    args, kwargs = arguments
+    outputs = term.forward() if unit.random else method(*args, **kwargs)
+    zetas = [tf.identity(output) for output in float_tensors(outputs)]
+
+    def finish(zetas):
+        zetas = iter(zetas)
+        return with_tensors(
+            outputs,
+            [
+                next(zetas) if leaf.dtype.is_floating else leaf
+                for leaf in tensors(outputs)
+            ],
+        )
+
+    return Call(unit, key, zetas, ONE_ROW, [term], single=False), finish
+
+
+def _seeds_by_example(layer, arguments, layout):
+    """Fresh states of the layer's random generators for each example."""
+    examples = next(
+        tf.shape(leaf)[0] // rows.per_example
+        for leaf, rows in zip(tensors(arguments), layout.inputs, strict=True)
+        if rows is not None
+    )
+    seeds = []
+    for state in _keras.seed_states(layer):
+        value = tf.convert_to_tensor(_keras.raw(state))
+        fresh = tf.random.stateless_uniform(
+            [examples, *state.shape],
+            tf.cast(value, tf.int64),
+            minval=None,
+            maxval=None,
+            dtype=tf.int32,
+        )
+        seeds.append((state, tf.cast(fresh, value.dtype)))
+        state.assign_add(tf.constant([0, 1], value.dtype))
+    return seeds
+
+
+def repeated(arguments, repeat, batch_size):
+    """Gives the tensors of a call without a batch axis one."""
+
+    def tile(leaf):
+        if repeat == "stack":
+            leaf = leaf[None]
+        shape = tf.concat([[batch_size], tf.shape(leaf)[1:]], 0)
+        return tf.broadcast_to(leaf, shape)
+
+    return with_tensors(arguments, [tile(leaf) for leaf in tensors(arguments)])

@@ -1,0 +1,227 @@
+"""One loss for each example, from whatever was given to `compile`.
+
+The loss of an example is what Keras computes for a batch that holds it alone.
+For a loss with several values an example (tokens, pixels) and Keras's default
+reduction that is their mean, over the values that the example's own mask lets
+through. So it never depends on the other examples of the batch, as Keras's
+mean over a masked batch does.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_fastclip import _keras
+
+
+def per_example_losses(
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    y_pred: Any,
+    sample_weight: Any,
+    counted: tf.Tensor | None = None,
+) -> tf.Tensor:
+    """The training loss of each example, shape (batch,).
+
+    Regularizers of weights are not in it: they depend on no example, and their
+    gradient is added after the noise.
+
+    Args:
+        model: a compiled model, just after its forward pass.
+        x, y, y_pred, sample_weight: the batch and its predictions.
+        counted: (batch,), which rows go into the logged losses of single
+            outputs; all if None.
+    """
+    batch_size = tf.shape(first_tensor(x))[0]
+    custom = getattr(model, "compute_per_example_loss", None)
+    if custom is not None:
+        losses = custom(x, y, y_pred, sample_weight)
+        _require_batch_axis(losses, batch_size, "compute_per_example_loss")
+        total = _sum_but_first(losses)
+    else:
+        total = _compiled(model, y, y_pred, sample_weight, batch_size, counted)
+    for layer in _keras.layers_of(model):
+        for extra in _keras.own_losses(layer):
+            if extra.shape.rank == 0:
+                raise ValueError(_scalar_loss_message(layer))
+            total += tf.cast(_sum_but_first(extra), total.dtype)
+    return total
+
+
+def first_tensor(structure: Any) -> tf.Tensor:
+    """The first tensor of a batch; its first axis counts the examples."""
+    leaves = keras.tree.flatten(structure)
+    return next(leaf for leaf in leaves if leaf is not None)
+
+
+def _compiled(model, y, y_pred, sample_weight, batch_size, counted):
+    compiled = model._compile_loss
+    if not compiled.built:
+        # Building matches outputs and losses by name, which needs a call.
+        compiled(y, y_pred)
+
+    def wrap(loss):
+        return _PerExample(loss, batch_size)
+
+    def wrap_metric(metric):
+        return _CountedRows(metric, counted)
+
+    with _keras.compiled_losses_replaced(model, wrap, wrap_metric) as compiled:
+        return compiled(y, y_pred, sample_weight)
+
+
+class _PerExample:
+    """Stands in for a Keras loss and reduces over one example at a time."""
+
+    def __init__(self, loss: keras.Loss, batch_size: tf.Tensor):
+        if type(loss).__call__ is not keras.Loss.__call__:
+            raise ValueError(
+                f"Loss {loss.name!r} overrides `__call__`, so the loss of a "
+                "single example cannot be told. Override `call` instead."
+            )
+        self._loss = loss
+        self._batch_size = batch_size
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        loss = self._loss
+        masks = [_keras.mask_of(y_pred)]
+        y_true, y_pred = keras.tree.map_structure(
+            lambda leaf: keras.ops.convert_to_tensor(leaf, dtype=loss.dtype),
+            (y_true, y_pred),
+        )
+        values = loss.call(y_true, y_pred)
+        masks.append(_keras.mask_of(values))
+        _require_batch_axis(values, self._batch_size, f"loss {loss.name!r}")
+        return reduce_examples(
+            tf.cast(values, loss.dtype),
+            sample_weight,
+            [mask for mask in masks if mask is not None],
+            loss.reduction,
+        )
+
+
+class _CountedRows:
+    """A metric of an output's loss that leaves padding rows out."""
+
+    def __init__(self, metric, counted):
+        self._metric, self._counted = metric, counted
+
+    def update_state(self, values, sample_weight=None):
+        del sample_weight  # The batch size, for a loss reduced over the batch.
+        if self._counted is not None:
+            values = tf.where(self._counted, values, tf.zeros_like(values))
+            self._metric.update_state(values, tf.cast(self._counted, "float32"))
+        else:
+            self._metric.update_state(values)
+
+
+def reduce_examples(
+    values: tf.Tensor,
+    sample_weight: Any,
+    masks: list[tf.Tensor],
+    reduction: str | None,
+) -> tf.Tensor:
+    """Keras's reduction of a loss, within each example.
+
+    Args:
+        values: (batch, ...).
+        sample_weight: (batch, ...) with as many axes as `values` or fewer.
+        masks: as `sample_weight`, of booleans.
+        reduction: a name that Keras knows.
+    """
+    weights = tf.ones_like(values)
+    for mask in masks:
+        mask = _aligned(tf.cast(mask, values.dtype), values)
+        weights *= mask
+    if masks and reduction in ("mean", "sum_over_batch_size"):
+        # The mean is over the values that the mask lets through.
+        total = _sum_but_first(tf.ones_like(values))
+        share = tf.math.divide_no_nan(total, _sum_but_first(weights))
+        weights *= _aligned(share, values)
+    by_example = None
+    if sample_weight is not None:
+        given = tf.cast(tf.convert_to_tensor(sample_weight), values.dtype)
+        aligned = _aligned(given, values)
+        if given.shape.rank == 1 and reduction == "mean_with_sample_weight":
+            # Divided by itself it would vanish.
+            by_example = given
+        else:
+            weights *= aligned
+    # A value that is masked out may be anything, also NaN.
+    values = tf.where(weights == 0, tf.zeros_like(values), values)
+    result = _sum_but_first(values * weights)
+    if reduction in ("mean", "sum_over_batch_size"):
+        result /= _sum_but_first(tf.ones_like(values))
+    elif reduction == "mean_with_sample_weight":
+        result = tf.math.divide_no_nan(result, _sum_but_first(weights))
+    return result if by_example is None else result * by_example
+
+
+def _aligned(weights, values):
+    """Gives weights the rank of values; both start with the batch."""
+    while weights.shape.rank > values.shape.rank and weights.shape[-1] == 1:
+        weights = weights[..., 0]
+    missing = values.shape.rank - weights.shape.rank
+    if missing < 0:
+        raise ValueError(
+            f"Sample weights or a mask of shape {weights.shape} do not fit "
+            f"losses of shape {values.shape}."
+        )
+    ones = tf.ones([missing], tf.int32)
+    return tf.reshape(weights, tf.concat([tf.shape(weights), ones], 0))
+
+
+def _sum_but_first(values):
+    return tf.reduce_sum(values, list(range(1, values.shape.rank)))
+
+
+def _require_batch_axis(values, batch_size, name):
+    known = tf.get_static_value(batch_size)
+    rank = values.shape.rank
+    wrong_size = (
+        rank
+        and None not in (known, values.shape[0])
+        and known != values.shape[0]
+    )
+    if rank == 0 or wrong_size:
+        raise ValueError(
+            f"The {name} returned a value of shape {tuple(values.shape)} for "
+            "the batch. Private training needs the loss of each example: "
+            "return a tensor whose first axis is the batch, without a mean or "
+            "sum over it."
+        )
+
+
+def _scalar_loss_message(layer):
+    path = layer.path or layer.name
+    if getattr(layer, "activity_regularizer", None) is not None:
+        return (
+            f"Layer {path!r} has an activity_regularizer, which is one number "
+            "for the whole batch and cannot be clipped by example. Remove it, "
+            "or call add_loss with one value for each example, shape (batch,)."
+        )
+    return (
+        f"Layer {path!r} called add_loss with one number for the whole batch, "
+        "which cannot be clipped by example. Give one value for each example, "
+        "shape (batch,)."
+    )
+
+
+def regularization(
+    model: keras.Model,
+) -> tuple[tf.Tensor, dict[int, tf.Tensor]]:
+    """Penalties on weights: their sum, and its gradient by id of the variable.
+
+    They depend on no example, so they are neither clipped nor noised.
+    """
+    variables = [v for v in model.trainable_variables if v.regularizer]
+    raw = [_keras.raw(v) for v in variables]
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(raw)
+        penalties = [v.regularizer(v) for v in variables]
+        total = tf.add_n(penalties) if penalties else tf.zeros([])
+    gradients = tape.gradient(total, raw) if raw else []
+    pairs = zip(variables, gradients, strict=True)
+    return total, {id(v): tf.convert_to_tensor(g) for v, g in pairs}

@@ -1,0 +1,176 @@
+"""The methods of the papers, as a choice of how norms and sums are taken.
+
+| method        | norm                     | clipped sum                      |
+|---------------|--------------------------|----------------------------------|
+| `bk`          | ghost wherever it exists | 𝒜*(c·g) from the kept cotangents |
+| `bk_mixghost` | ghost where 2T² < pd     | 𝒜*(c·g) from the kept cotangents |
+| `bk_mixopt`   | ghost where 2T² < pd     | from instantiated gradients where |
+|               |                          | there are any, else as above      |
+| `auto`        | as `bk_mixopt`           | as `bk_mixopt`                   |
+| `naive`       | a loop over the examples | the sum of the loop's gradients  |
+
+All give the same clipped sum, to rounding. `bk` is book-keeping (Bu et al.,
+2023): one backward pass to the ζ's, whose cotangents serve both the norms and
+the sum.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from keras_fastclip.capture import Use
+from keras_fastclip.clipping import Clipping
+from keras_fastclip.registry.terms import (
+    at_least_float32,
+    select_rows,
+    squared_norm,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A row of the grid.
+
+    Attributes:
+        ghost_everywhere: take the ghost norm even where building the
+            gradients would take less memory.
+        keep: reuse gradients that were built for their norms.
+    """
+
+    ghost_everywhere: bool = False
+    keep: bool = True
+
+
+METHODS: dict[str, Method | None] = {
+    "auto": Method(),
+    "bk": Method(ghost_everywhere=True, keep=False),
+    "bk_mixghost": Method(keep=False),
+    "bk_mixopt": Method(),
+    "naive": None,
+}
+
+
+class Part:
+    """Weights whose gradients must be put together before their norm.
+
+    Usually the weights of one term of one call. A weight that is used several
+    times (a layer called twice, an embedding tied to the output projection)
+    joins all its terms in one part, since the gradient of an example is the
+    sum over the uses, and the norm of a sum is not the sum of the norms.
+    """
+
+    def __init__(self, uses: list[Use], method: Method):
+        self.uses = uses
+        self.variables = list(
+            {id(v): v for use in uses for v in use.term.variables}.values()
+        )
+        self._ghost = len(uses) == 1 and _takes_ghost(uses[0], method)
+        self._keep = method.keep or not all(u.term.has_adjoint for u in uses)
+        self._built: list[tf.Tensor] | None = None
+
+    def squared_norms(self) -> tf.Tensor:
+        """Ω, shape (batch,)."""
+        if self._ghost:
+            use = self.uses[0]
+            return use.term.omega(use.g, use.rows)
+        built = self._build()
+        if self._keep:
+            self._built = built
+        return tf.add_n([squared_norm(gradient) for gradient in built])
+
+    def _build(self):
+        """The gradient of every example for each of the variables."""
+        total = {id(v): 0.0 for v in self.variables}
+        for use in self.uses:
+            built = use.term.per_example(use.g, use.rows)
+            for variable, gradient in zip(
+                use.term.variables, built, strict=True
+            ):
+                gradient = at_least_float32(gradient)
+                total[id(variable)] += tf.reshape(
+                    gradient, [-1, *variable.shape]
+                )
+        return list(total.values())
+
+    def weighted_sum(self, factors: tf.Tensor) -> list[tf.Tensor]:
+        """𝒜*(c·g) for each of the variables, with c of shape (batch,)."""
+        keep = factors != 0
+        if self._built is not None:
+            return [
+                tf.tensordot(tf.cast(factors, b.dtype), select_rows(keep, b), 1)
+                for b in self._built
+            ]
+        total = {id(v): 0.0 for v in self.variables}
+        for use in self.uses:
+            rows_kept = use.rows.spread(keep)
+            g = select_rows(rows_kept, _scaled(use.g, use.rows.spread(factors)))
+            sums = use.term.adjoint(g, rows_kept)
+            for variable, part in zip(use.term.variables, sums, strict=True):
+                part = at_least_float32(part)
+                total[id(variable)] += tf.reshape(part, variable.shape)
+        return list(total.values())
+
+
+def _takes_ghost(use, method):
+    if not use.term.has_omega:
+        return False
+    return method.ghost_everywhere or use.term.prefers_omega(use.rows)
+
+
+def _scaled(g, factors):
+    shape = [-1] + [1] * (g.shape.rank - 1)
+    return g * tf.reshape(tf.cast(factors, g.dtype), shape)
+
+
+def make_parts(uses: Sequence[Use], method: Method) -> list[Part]:
+    """Joins uses that share a weight."""
+    clusters: list[list[Use]] = []
+    for use in uses:
+        mine = {id(v) for v in use.term.variables}
+        joined, others = [], []
+        for cluster in clusters:
+            held = {id(v) for other in cluster for v in other.term.variables}
+            (joined if held & mine else others).append(cluster)
+        merged = [other for cluster in joined for other in cluster] + [use]
+        clusters = [*others, merged]
+    return [Part(cluster, method) for cluster in clusters]
+
+
+def clipped_sums(
+    parts: Sequence[Part],
+    clipping: Clipping,
+    paths: Sequence[str],
+    real: tf.Tensor | None = None,
+) -> tuple[dict[int, tf.Tensor], tf.Tensor, tf.Tensor]:
+    """Norms, factors and the clipped sum.
+
+    Args:
+        parts: what `make_parts` returned.
+        clipping: norms to factors.
+        paths: of all weight-owning layers of the model.
+        real: (batch,), false for rows that only fill up the batch.
+
+    Returns:
+        The sums by id of the variable, the squared norms (groups, batch), and
+        the factors (groups, batch), which are zero for rows left out.
+    """
+    groups = dict(zip(paths, clipping.groups(paths), strict=True))
+    count = max(groups.values()) + 1
+    norms: list[list[tf.Tensor]] = [[] for _ in range(count)]
+    for part in parts:
+        norms[groups[part.uses[0].unit.path]].append(part.squared_norms())
+    like = next(n for group in norms for n in group)
+    squared = tf.stack(
+        [tf.add_n(group) if group else tf.zeros_like(like) for group in norms]
+    )
+    factors = clipping.bounded_factors(squared)
+    if real is not None:
+        factors = tf.where(real, factors, tf.zeros_like(factors))
+    sums = {}
+    for part in parts:
+        group = groups[part.uses[0].unit.path]
+        weighted = part.weighted_sum(factors[group])
+        for variable, total in zip(part.variables, weighted, strict=True):
+            sums[id(variable)] = total
+    return sums, squared, factors

@@ -1,0 +1,561 @@
+"""Private models: DPModel, DPSequential and make_private.
+
+`clip` and `train_step` are the whole algorithm: one forward pass that leaves a
+record of the ζ's, one backward pass to them, norms, factors, the clipped sum,
+noise, and the optimizer's step.
+"""
+
+import dataclasses
+import functools
+import math
+import types
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_fastclip import (
+    _keras,
+    _validate,
+    accounting,
+    losses,
+    methods,
+    naive,
+    sampling,
+    training_log,
+)
+from keras_fastclip.capture import Recording
+from keras_fastclip.privacy import Privacy, Settings, require_trainable
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipped:
+    """What a batch contributes before noise.
+
+    Attributes:
+        sums: by id of the weight, the clipped sum of the examples' gradients;
+            weights that the loss does not depend on are missing.
+        squared_norms: (groups, batch), before clipping.
+        factors: (groups, batch), zero for examples that were left out.
+        y_pred: predictions.
+        losses: (batch,).
+    """
+
+    sums: dict[int, tf.Tensor]
+    squared_norms: tf.Tensor
+    factors: tf.Tensor
+    y_pred: Any
+    losses: tf.Tensor
+
+
+def clip(
+    model: keras.Model, batch: tuple, real: Any = None, training: bool = True
+) -> Clipped:
+    """Forward, backward to the ζ's, norms Ω, factors c, clipped sum 𝒜*(c·g).
+
+    Args:
+        model: a private model.
+        batch: (x, y, sample_weight).
+        real: (batch,), false for rows that only fill up the batch.
+        training: the phase in which the layers run.
+    """
+    privacy, (x, y, sample_weight) = model._privacy, batch
+    plan = privacy.plan(model, batch)
+    if privacy.method is None:
+        return Clipped(
+            *naive.clip(model, batch, plan, privacy.clipping, real, training)
+        )
+    batch_size = tf.shape(losses.first_tensor(x))[0]
+    with Recording(plan, batch_size) as recording:
+        y_pred = _keras.call_model(model, x, training)
+        example_losses = losses.per_example_losses(
+            model, x, y, y_pred, sample_weight, real
+        )
+    uses, _ = recording.backward(example_losses)
+    parts = methods.make_parts(uses, privacy.method)
+    paths = [unit.path for unit in plan.units]
+    clipped = methods.clipped_sums(parts, privacy.clipping, paths, real)
+    return Clipped(*clipped, y_pred, example_losses)
+
+
+class PrivateTraining:
+    """The methods that make a Keras model private; see `DPModel`."""
+
+    _privacy: Privacy
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """One step of differentially private training.
+
+        The update is (Σᵢ cᵢgᵢ + noise) / expected batch size. The factors cᵢ
+        bound the norm of each example's gradient gᵢ by the sensitivity of the
+        clipping; the noise is Gaussian, of standard deviation
+        `noise_multiplier` times that sensitivity on the sum.
+        """
+        privacy = self._privacy
+        batch, real = sampling.unpack(data)
+        clipped = clip(self, batch, real)
+        noised = privacy.add_noise(clipped.sums)
+        penalty, penalty_gradients = losses.regularization(self)
+        gradients = []
+        for variable in self.trainable_variables:
+            gradient = tf.zeros(variable.shape, variable.dtype)
+            if id(variable) in noised:
+                mean = noised[id(variable)] / privacy.denominator()
+                gradient = tf.cast(mean, variable.dtype)
+            gradient += penalty_gradients.get(id(variable), 0)
+            gradients.append(gradient)
+        scale = self.optimizer.loss_scale_factor or 1
+        self.optimizer.apply(
+            [gradient * scale for gradient in gradients],
+            self.trainable_variables,
+        )
+        return training_log.update(self, batch, real, clipped, penalty)
+
+    def clipped_gradients(
+        self, x: Any, y: Any = None, sample_weight: Any = None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """The clipped sum of the examples' gradients. **Not private.**
+
+        A diagnostic: there is no noise in it, no step is made and none is
+        counted. It works eagerly and inside a `tf.function`.
+
+        Args:
+            x: inputs.
+            y: targets.
+            sample_weight: weights of the examples.
+
+        Returns:
+            `(sums, squared_norms)`: for each of `model.trainable_variables`
+            the sum over the examples of their clipped gradients, and for each
+            example the squared norm of its gradient before clipping, shape
+            (batch,).
+        """
+        batch = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf),
+            (x, y, sample_weight),
+        )
+        clipped = clip(self, batch)
+        sums = [
+            clipped.sums.get(id(v), tf.zeros(v.shape, v.dtype))
+            for v in self.trainable_variables
+        ]
+        return sums, tf.reduce_sum(clipped.squared_norms, 0)
+
+    @functools.wraps(keras.Model.fit)
+    def fit(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        epochs=1,
+        verbose="auto",
+        callbacks=None,
+        validation_split=0.0,
+        validation_data=None,
+        shuffle=True,
+        class_weight=None,
+        sample_weight=None,
+        initial_epoch=0,
+        steps_per_epoch=None,
+        validation_steps=None,
+        validation_batch_size=None,
+        validation_freq=1,
+    ):
+        common = {
+            "epochs": epochs,
+            "verbose": verbose,
+            "callbacks": callbacks,
+            "initial_epoch": initial_epoch,
+            "validation_steps": validation_steps,
+            "validation_freq": validation_freq,
+        }
+        privacy = self._privacy
+        require_trainable(self)
+        if not sampling.is_arrays(x):
+            batch, x = sampling.peek(x)
+            privacy.prepare(self, batch, sampling.static_batch_size(x))
+            return _inherited(self, "fit")(
+                x,
+                y,
+                shuffle=shuffle,
+                class_weight=class_weight,
+                steps_per_epoch=steps_per_epoch,
+                validation_data=validation_data,
+                validation_batch_size=validation_batch_size,
+                **common,
+            )
+        arrays = sampling.as_arrays((x, y, sample_weight))
+        if validation_split and validation_data is None:
+            arrays, validation_data = _keras.train_validation_split(
+                arrays, validation_split
+            )
+        if class_weight is not None:
+            arrays = _with_class_weight(arrays, class_weight)
+        count = sampling.num_examples(arrays)
+        batch_size = 32 if batch_size is None else batch_size
+        _validate.positive_integer(batch_size=batch_size)
+        if batch_size > count:
+            raise ValueError(
+                f"batch_size={batch_size} is larger than the data, which has "
+                f"{count} examples. Use a smaller batch_size."
+            )
+        transform = _keras.preprocessing_of(self)
+        batch = sampling.head(arrays)
+        batch = batch if transform is None else transform(batch)
+        privacy.prepare(self, batch, batch_size)
+        data = sampling.poisson_dataset(
+            arrays,
+            batch_size,
+            privacy.sampling_rng,
+            static_shapes=bool(self.jit_compile),
+            transform=transform,
+        )
+        mechanism = accounting.PoissonSampling(
+            num_examples=count,
+            expected_batch_size=batch_size,
+            noise_multiplier=float(privacy.settings.noise_multiplier),
+        )
+        # A KerasHub task would preprocess a second time.
+        fit = (
+            _inherited(self, "fit")
+            if transform is None
+            else functools.partial(keras.Model.fit, self)
+        )
+        validation_batch_size = validation_batch_size or batch_size
+        with privacy.steps_by(mechanism):
+            return fit(
+                data,
+                shuffle=False,
+                steps_per_epoch=steps_per_epoch
+                or math.ceil(count / batch_size),
+                validation_data=_keras.preprocessed(
+                    self, validation_data, validation_batch_size
+                ),
+                validation_batch_size=validation_batch_size,
+                **common,
+            )
+
+    @functools.wraps(keras.Model.train_on_batch)
+    def train_on_batch(
+        self,
+        x,
+        y=None,
+        sample_weight=None,
+        class_weight=None,
+        return_dict=False,
+    ):
+        batch = sampling.as_arrays((x, y, sample_weight))
+        transform = _keras.preprocessing_of(self)
+        if transform is not None:
+            batch = transform(batch)
+        self._privacy.prepare(self, sampling.head(batch), None)
+        return _inherited(self, "train_on_batch")(
+            x,
+            y,
+            sample_weight=sample_weight,
+            class_weight=class_weight,
+            return_dict=return_dict,
+        )
+
+    def privacy_spent(self, delta: float, accountant: str = "pld") -> float:
+        """ε at the given δ for all steps that the model has made.
+
+        Args:
+            delta: δ, in (0, 1); usually well below one over the number of
+                examples.
+            accountant: "pld", the tightest, or "rdp", faster and a little
+                larger. Both are upper bounds.
+
+        Returns:
+            ε, for data sets that differ by one example added or removed;
+            `inf` if it is not known how some steps drew their batches, or if
+            there was no noise. `privacy_statement` tells why.
+        """
+        return self._privacy.ledger.epsilon(delta, accountant)
+
+    def privacy_statement(self, delta: float) -> str:
+        """The guarantee in plain English, with what it does not cover."""
+        return accounting.statement(
+            self._privacy.ledger,
+            delta,
+            l2_norm_clip=self._privacy.settings.l2_norm_clip,
+        )
+
+    def nonfinite_examples(self) -> int:
+        """How many examples were left out since their gradient was not finite.
+
+        Counted over all steps, every time an example was drawn. Not private.
+        """
+        return int(self._privacy.nonfinite.numpy())
+
+
+def _inherited(model: keras.Model, name: str):
+    """The method that the model would have if it were not private."""
+    for cls in type(model).__mro__:
+        if name in vars(cls) and not issubclass(cls, PrivateTraining):
+            return functools.partial(vars(cls)[name], model)
+    raise AttributeError(name)
+
+
+def _with_class_weight(arrays, class_weight):
+    x, y, sample_weight = arrays
+    if sample_weight is not None:
+        raise ValueError(
+            "`class_weight` and `sample_weight` cannot be given together."
+        )
+    weights = _keras.class_weight_to_sample_weights(y, class_weight)
+    return x, y, np.asarray(weights, keras.config.floatx())
+
+
+def _refuse_overrides(cls: type) -> None:
+    """Refuses classes that replace what makes a model private."""
+    for name, remedy in (
+        ("train_step", "compute_metrics for own metrics, or a callback"),
+        (
+            "compute_loss",
+            "compute_per_example_loss, which returns the loss of "
+            "each example, shape (batch,)",
+        ),
+    ):
+        defined = next(base for base in cls.__mro__ if name in vars(base))
+        known = defined.__module__.startswith("keras.src.")
+        known |= defined is PrivateTraining
+        has_own_loss = hasattr(cls, "compute_per_example_loss")
+        if not known and not (name == "compute_loss" and has_own_loss):
+            raise TypeError(
+                f"{cls.__name__} overrides {name} (in {defined.__name__}), "
+                "which private training replaces: what it does to the "
+                f"gradients or the loss would be lost. Override {remedy}."
+            )
+
+
+class _PrivateModel(PrivateTraining):
+    """Construction and saving, shared by the model classes."""
+
+    def __init__(
+        self,
+        *args,
+        l2_norm_clip,
+        noise_multiplier,
+        method="auto",
+        clipping="flat",
+        expected_batch_size=None,
+        registry=None,
+        strict=False,
+        seed=None,
+        **kwargs,
+    ):
+        settings = Settings(
+            l2_norm_clip=l2_norm_clip,
+            noise_multiplier=noise_multiplier,
+            method=method,
+            clipping=clipping,
+            expected_batch_size=expected_batch_size,
+            registry=registry,
+            strict=strict,
+            seed=seed,
+        )
+        self._init_plain(*args, **kwargs)
+        self._privacy = Privacy(settings)
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        _refuse_overrides(cls)
+
+    def _init_plain(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **super().get_config(),
+            **self._privacy.settings.get_config(),
+            "ledger": self._privacy.ledger.get_config(),
+        }
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        ledger = config.pop("ledger", None)
+        if isinstance(config.get("clipping"), dict) and (
+            "class_name" in config["clipping"]
+        ):
+            config["clipping"] = keras.saving.deserialize_keras_object(
+                config["clipping"], custom_objects
+            )
+        model = cls._from_plain_config(config, custom_objects)
+        if ledger is not None:
+            model._privacy.ledger = accounting.Ledger.from_config(ledger)
+        return model
+
+    @classmethod
+    def _from_plain_config(cls, config, custom_objects):
+        del custom_objects
+        return cls(**config)
+
+
+def _split(config):
+    """Splits a config into that of the plain model and privacy settings."""
+    names = Settings.names()
+    plain = {k: v for k, v in config.items() if k not in names}
+    return plain, {k: v for k, v in config.items() if k in names}
+
+
+@keras.saving.register_keras_serializable("keras_fastclip")
+class DPSequential(_PrivateModel, keras.Sequential):
+    """`keras.Sequential` that trains with differential privacy.
+
+    Use it as `keras.Sequential`; see `DPModel` for the privacy arguments.
+
+    Example:
+
+    ```python
+    model = keras_fastclip.DPSequential(
+        [keras.layers.Dense(64, "relu"), keras.layers.Dense(10)],
+        l2_norm_clip=1.0,
+        noise_multiplier=1.1,
+    )
+    ```
+    """
+
+    @classmethod
+    def _from_plain_config(cls, config, custom_objects):
+        plain, settings = _split(config)
+        built = keras.Sequential.from_config(plain, custom_objects)
+        return cls(_keras.layers_with_input(built), name=built.name, **settings)
+
+
+@keras.saving.register_keras_serializable("keras_fastclip")
+class DPModel(_PrivateModel, keras.Model):
+    """`keras.Model` that trains with differential privacy.
+
+    Use it as `keras.Model`: `DPModel(inputs, outputs, ...)` for functional
+    models, or derive from it and define `call`. `compile`, `evaluate`,
+    `predict` and `save` are Keras's own. `fit` on arrays draws every batch by
+    Poisson sampling: each example with probability batch_size / examples,
+    independently, so the size of a batch varies around `batch_size`.
+
+    Formal guarantee: the weights after training are (ε, δ)-differentially
+    private with respect to adding or removing one example of the training
+    data, with ε = `model.privacy_spent(delta)`. Logged losses and metrics,
+    validation and the choice of hyper-parameters are not covered.
+
+    A model that cannot be clipped exactly is refused before its first update.
+
+    Args:
+        *args, **kwargs: as for `keras.Model`.
+        l2_norm_clip: C, the most that the gradient of one example may have in
+            norm. Longer ones are shortened.
+        noise_multiplier: σ. The noise on the sum of the clipped gradients has
+            standard deviation σ·C. 0 switches privacy off.
+        method: how norms and sums are computed: "auto", "bk", "bk_mixghost",
+            "bk_mixopt" or "naive". All give the same result; see the README.
+        clipping: "flat" shortens gradients to C (Abadi et al., 2016);
+            "automatic" normalizes them to about C (Bu et al., 2022); "global"
+            drops those longer than C (Bu et al., 2021); a list or dict of
+            norms clips each layer on its own; or a `Clipping`.
+        expected_batch_size: what the noised sum is divided by. By default the
+            batch size of `fit`. Needed for `train_on_batch` and own loops.
+        registry: a `LayerRegistry`; by default the one that all models share.
+        strict: refuse layers without a rule, rather than take the gradients
+            of single examples in them.
+        seed: makes noise and sampling repeatable, for experiments on public
+            data. Noise that others can repeat protects nothing.
+
+    Example:
+
+    ```python
+    inputs = keras.Input((784,))
+    outputs = keras.layers.Dense(10)(inputs)
+    model = keras_fastclip.DPModel(
+        inputs, outputs, l2_norm_clip=1.0, noise_multiplier=1.1
+    )
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+    model.fit(x, y, batch_size=256, epochs=5)
+    print(model.privacy_statement(delta=1e-5))
+    ```
+    """
+
+    def __new__(cls, *args, **kwargs):
+        # Keras would turn DPModel itself into a functional class, for every
+        # model of the process. A class of its own leaves DPModel as it is.
+        if cls is DPModel and _keras.is_functional_call(args, kwargs):
+            cls = DPFunctional
+        return super().__new__(cls)
+
+    def _init_plain(self, *args, **kwargs):
+        if _keras.is_functional_call(args, kwargs):
+            if not isinstance(self, _keras.Functional):
+                self.__class__ = _functional_class(type(self))
+            _keras.init_functional(self, *args, **kwargs)
+        else:
+            super()._init_plain(*args, **kwargs)
+
+
+@keras.saving.register_keras_serializable("keras_fastclip")
+class DPFunctional(DPModel, _keras.Functional):
+    """What `DPModel(inputs, outputs, ...)` makes."""
+
+    def get_config(self):
+        if type(self) is not DPFunctional:
+            return super().get_config()
+        return {
+            **_keras.functional_config(self),
+            **self._privacy.settings.get_config(),
+            "ledger": self._privacy.ledger.get_config(),
+        }
+
+    @classmethod
+    def _from_plain_config(cls, config, custom_objects):
+        if cls is not DPFunctional:
+            return super()._from_plain_config(config, custom_objects)
+        plain, settings = _split(config)
+        inputs, outputs, name = _keras.functional_from_config(
+            plain, custom_objects
+        )
+        return DPModel(inputs, outputs, name=name, **settings)
+
+
+@functools.cache
+def _functional_class(cls: type) -> type:
+    """A subclass of DPModel that is made from inputs and outputs."""
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls, DPFunctional), namespace)
+
+
+def make_private(model: keras.Model, **settings) -> keras.Model:
+    """Makes an existing model private, in place.
+
+    The model keeps its class, weights, layers and preprocessing, and is saved
+    as what it was. Functional, Sequential and subclassed models and KerasHub
+    tasks are accepted.
+
+    Args:
+        model: a Keras model. Compile it before or after.
+        **settings: the privacy arguments of `DPModel`; `l2_norm_clip` and
+            `noise_multiplier` are required.
+
+    Returns:
+        The model.
+
+    Example:
+
+    ```python
+    model = keras_hub.models.GPT2CausalLM(...)
+    keras_fastclip.make_private(model, l2_norm_clip=1.0, noise_multiplier=0.8)
+    model.fit(texts, batch_size=64)
+    ```
+    """
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"make_private takes a keras.Model; received {type(model).__name__}."
+        )
+    if getattr(model, "_privacy", None) is not None:
+        raise ValueError(f"The model {model.name!r} is private already.")
+    _refuse_overrides(type(model))
+    model._privacy = Privacy(Settings(**settings))
+    for name, method in vars(PrivateTraining).items():
+        if isinstance(method, types.FunctionType):
+            setattr(model, name, types.MethodType(method, model))
+    model.train_function = None
+    return model

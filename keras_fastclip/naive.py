@@ -1,0 +1,102 @@
+"""The method `naive`: a loop over the examples.
+
+Runs the model on one example at a time and differentiates its loss by all
+weights. Slow; the plainest statement of what the other methods compute.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_fastclip import _keras
+from keras_fastclip.capture import Plan
+from keras_fastclip.clipping import Clipping
+from keras_fastclip.losses import first_tensor, per_example_losses
+from keras_fastclip.registry.terms import at_least_float32
+
+
+def clip(
+    model: keras.Model,
+    batch: tuple[Any, Any, Any],
+    plan: Plan,
+    clipping: Clipping,
+    real: tf.Tensor | None,
+    training: bool,
+) -> tuple:
+    """As the other methods: the fields of `model.Clipped`."""
+    paths = [unit.path for unit in plan.units]
+    groups = clipping.groups(paths)
+    reached = {path for path, _ in plan.reached}
+    group_of = {}
+    for unit, group in zip(plan.units, groups, strict=True):
+        for variable in unit.variables if unit.path in reached else ():
+            group_of.setdefault(id(variable), group)
+    variables = [v for v in model.trainable_variables if id(v) in group_of]
+    raw = [_keras.raw(v) for v in variables]
+    count = max(groups) + 1
+
+    def one_example(i):
+        x, y, sample_weight = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else leaf[i : i + 1], batch
+        )
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(raw)
+            y_pred = _keras.call_model(model, x, training)
+            loss = per_example_losses(model, x, y, y_pred, sample_weight)
+        gradients = tape.gradient(
+            loss, raw, unconnected_gradients=tf.UnconnectedGradients.ZERO
+        )
+        gradients = [
+            at_least_float32(tf.convert_to_tensor(g)) for g in gradients
+        ]
+        squares = [tf.zeros([], gradients[0].dtype)] * count
+        for variable, gradient in zip(variables, gradients, strict=True):
+            group = group_of[id(variable)]
+            squares[group] += tf.reduce_sum(tf.square(gradient))
+        squared_norms = tf.stack(squares)[:, None]
+        factors = clipping.bounded_factors(squared_norms)
+        if real is not None:
+            factors = tf.where(real[i], factors, tf.zeros_like(factors))
+        clipped = []
+        for variable, gradient in zip(variables, gradients, strict=True):
+            factor = factors[group_of[id(variable)], 0]
+            clipped.append(
+                tf.where(
+                    factor != 0, factor * gradient, tf.zeros_like(gradient)
+                )
+            )
+        return clipped, loss[0], squared_norms[:, 0], factors[:, 0]
+
+    size = tf.shape(first_tensor(batch[0]))[0]
+    dtype = at_least_float32(tf.zeros([], variables[0].dtype)).dtype
+    sums = [tf.zeros(v.shape, dtype) for v in variables]
+    rows = [
+        tf.TensorArray(keras.config.floatx(), size, element_shape=[]),
+        tf.TensorArray(dtype, size, element_shape=[count]),
+        tf.TensorArray(dtype, size, element_shape=[count]),
+    ]
+
+    def body(i, sums, rows):
+        clipped, *values = one_example(i)
+        sums = [
+            s + tf.cast(c, dtype) for s, c in zip(sums, clipped, strict=True)
+        ]
+        rows = [
+            array.write(i, tf.cast(value, array.dtype))
+            for array, value in zip(rows, values, strict=True)
+        ]
+        return i + 1, sums, rows
+
+    _, sums, rows = tf.while_loop(
+        lambda i, *_: i < size, body, (0, sums, rows), parallel_iterations=1
+    )
+    example_losses, squared_norms, factors = (array.stack() for array in rows)
+    y_pred = _keras.call_model(model, batch[0], training)
+    return (
+        {id(v): s for v, s in zip(variables, sums, strict=True)},
+        tf.transpose(squared_norms),
+        tf.transpose(factors),
+        y_pred,
+        example_losses,
+    )

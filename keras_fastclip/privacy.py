@@ -1,0 +1,257 @@
+"""What a private model carries beside its layers: settings, noise, ledger."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_fastclip import _keras, _validate, clipping, methods
+from keras_fastclip.accounting import Ledger, PoissonSampling, Unaccounted
+from keras_fastclip.capture import Plan
+from keras_fastclip.noise import GaussianNoise
+from keras_fastclip.probe import probe
+from keras_fastclip.registry.lookup import LayerRegistry, default_registry
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The privacy arguments of a model; see `DPModel`."""
+
+    l2_norm_clip: float
+    noise_multiplier: float
+    method: str = "auto"
+    clipping: Any = "flat"
+    expected_batch_size: int | None = None
+    registry: LayerRegistry | None = None
+    strict: bool = False
+    seed: int | None = None
+
+    def __post_init__(self):
+        _validate.positive(l2_norm_clip=self.l2_norm_clip)
+        _validate.non_negative(noise_multiplier=self.noise_multiplier)
+        _validate.one_of(tuple(methods.METHODS), method=self.method)
+        if self.expected_batch_size is not None:
+            _validate.positive_integer(
+                expected_batch_size=self.expected_batch_size
+            )
+        if self.registry is not None and not isinstance(
+            self.registry, LayerRegistry
+        ):
+            raise ValueError(
+                "`registry` must be a keras_fastclip.LayerRegistry; received "
+                f"registry={self.registry!r}."
+            )
+        clipping.get(self.clipping, self.l2_norm_clip)
+
+    def get_config(self) -> dict[str, Any]:
+        """All but the registry, which holds functions."""
+        config = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "registry"
+        }
+        if isinstance(self.clipping, clipping.Clipping):
+            config["clipping"] = keras.saving.serialize_keras_object(
+                self.clipping
+            )
+        return config
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [field.name for field in dataclasses.fields(cls)]
+
+
+OUTSIDE_FIT = Unaccounted(
+    "steps were made outside `fit`, or by `fit` on data that the library does "
+    "not sample itself; how their batches were drawn is not known"
+)
+
+
+class Privacy:
+    """The state of a private model.
+
+    A plain object, so that Keras does not take it for a part of the model:
+    neither the key of the noise nor anything else here is saved with weights.
+    """
+
+    def __init__(self, settings: Settings, ledger: Ledger | None = None):
+        self.settings = settings
+        self.clipping = clipping.get(settings.clipping, settings.l2_norm_clip)
+        self.method = methods.METHODS[settings.method]
+        self.noise = GaussianNoise(settings.seed)
+        self.registry = settings.registry or default_registry()
+        self.expected_batch_size = settings.expected_batch_size
+        with tf.init_scope():
+            # Counts in the graph of the step itself, so no step is missed.
+            self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.nonfinite = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._ledger = ledger or Ledger()
+        self._recorded = 0
+        self._mechanism: PoissonSampling | Unaccounted = OUTSIDE_FIT
+        self.sampling_rng = np.random.default_rng(settings.seed)
+        self._plan: Plan | None = None
+        self._signature: tuple | None = None
+
+    @property
+    def noise_stddev(self) -> float:
+        """On the sum of the clipped gradients."""
+        return self.settings.noise_multiplier * self.clipping.sensitivity
+
+    # -- the ledger ---------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger:
+        """All steps so far, each with how its batch was drawn."""
+        steps = int(self.steps.numpy())
+        self._ledger.record(self._mechanism, steps - self._recorded)
+        self._recorded = steps
+        return self._ledger
+
+    @ledger.setter
+    def ledger(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    @contextlib.contextmanager
+    def steps_by(self, mechanism: PoissonSampling) -> Iterator[None]:
+        """Steps made inside are entered with this mechanism."""
+        self.ledger  # noqa: B018 - enters what came before
+        self._mechanism = mechanism
+        try:
+            yield
+        finally:
+            self.ledger  # noqa: B018
+            self._mechanism = OUTSIDE_FIT
+
+    # -- a step -------------------------------------------------------------
+
+    def add_noise(self, sums: dict[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+        """Adds noise to the clipped sums, once, and counts the step."""
+        noise = self.noise.draw(
+            list(sums.values()), self.noise_stddev, self.steps.read_value()
+        )
+        self.steps.assign_add(1)
+        return {
+            key: total + random
+            for (key, total), random in zip(sums.items(), noise, strict=True)
+        }
+
+    def denominator(self) -> float:
+        """The expected batch size: a public constant, not the realised one."""
+        if self.expected_batch_size is None:
+            raise ValueError(
+                "The gradient is divided by the expected batch size, which "
+                "must not depend on the data: pass expected_batch_size= to "
+                "the model, or let `fit` draw the batches from arrays."
+            )
+        return float(self.expected_batch_size)
+
+    # -- the plan -----------------------------------------------------------
+
+    def prepare(
+        self, model: keras.Model, batch: tuple, batch_size: int | None
+    ) -> None:
+        """Before training: checks the model and fixes what is traced."""
+        before = self._plan, self.expected_batch_size
+        if self.settings.expected_batch_size is None and batch_size is not None:
+            self.expected_batch_size = batch_size
+        self.denominator()
+        if (self.plan(model, batch), self.expected_batch_size) != before:
+            model.train_function = None
+
+    def plan(self, model: keras.Model, batch: tuple[Any, Any, Any]) -> Plan:
+        """The plan for the model as it is now; checks it if it is new.
+
+        Args:
+            model: the model.
+            batch: (x, y, sample_weight), eager or symbolic.
+        """
+        require_trainable(model)
+        signature = self._signature_of(model, batch)
+        if self._plan is None or signature != self._signature:
+            plan = probe(
+                model,
+                _eager(batch),
+                self.registry,
+                strict=self.settings.strict,
+            )
+            # Per-layer norms must fit the layers.
+            self.clipping.groups([unit.path for unit in plan.units])
+            # A model that was not built yet has its variables only now.
+            self._signature = self._signature_of(model, batch)
+            self._plan = plan
+        return self._plan
+
+    def _signature_of(self, model, batch):
+        x, y, _ = batch
+        leaves = [
+            leaf for leaf in keras.tree.flatten((x, y)) if leaf is not None
+        ]
+        return (
+            tuple(id(v) for v in model.trainable_variables),
+            id(model._compile_loss),
+            tuple(len(leaf.shape) for leaf in leaves),
+        )
+
+
+def require_trainable(model: keras.Model) -> None:
+    """Refuses what is known to be wrong before anything is run."""
+    if not model.compiled:
+        raise ValueError("Call `compile` before training the model.")
+    custom = getattr(model, "compute_per_example_loss", None)
+    if model._compile_loss is None and custom is None:
+        raise ValueError(
+            "Private training needs a loss: pass `loss=` to `compile`. Losses "
+            "made with add_loss alone are not enough."
+        )
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        raise ValueError(
+            "Training on several replicas is not supported yet: train outside "
+            "`strategy.scope()`."
+        )
+    optimizer = model.optimizer
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "The optimizer has gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps}, which would add noise "
+            "at every partial step. Use a larger batch_size instead."
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "Loss scaling (mixed_float16) is not supported: it would skip "
+            "steps depending on the data. Use mixed_bfloat16 or float32."
+        )
+    for layer in _keras.layers_of(model):
+        if getattr(layer, "quantization_mode", None) == "float8":
+            raise ValueError(
+                f"Layer {layer.path!r} is quantized to float8, whose scales "
+                "are raw statistics of the data. Use int8 or int4 with LoRA."
+            )
+        if getattr(layer, "stateful", False) and isinstance(
+            layer, keras.layers.RNN
+        ):
+            raise ValueError(
+                f"Layer {layer.path!r} is stateful: it carries data from one "
+                "batch to the next. Use stateful=False."
+            )
+
+
+def _eager(batch):
+    """The batch itself, or while tracing a made-up one of the same shapes."""
+
+    def value(leaf):
+        if leaf is None or not tf.is_symbolic_tensor(leaf):
+            return leaf
+        shape = [4] + [8 if n is None else n for n in leaf.shape[1:]]
+        with tf.init_scope():
+            if leaf.dtype.is_floating:
+                return tf.random.stateless_uniform(
+                    shape, [1, 2], dtype=leaf.dtype
+                )
+            ones = tf.random.stateless_uniform(shape, [3, 4]) < 0.5
+            return tf.cast(ones, leaf.dtype)
+
+    return keras.tree.map_structure(value, batch)

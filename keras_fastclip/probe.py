@@ -1,0 +1,655 @@
+"""The check of a model before its first step: refuse it, or know it exactly.
+
+The probe runs the model eagerly on a few examples of its own data and asks:
+
+1. *Layout.* Which rows of each layer's tensors belong to which example? Calls
+   without a batch axis and calls with other axes folded into it are found by
+   running batches of two sizes.
+2. *State.* Does the forward pass write anything about the data into variables?
+3. *Mixing.* Does the loss of an example depend on another example, by value or
+   by derivative?
+4. *Coverage.* With every captured ζ cut, does any trained weight still reach
+   the losses?
+5. *Norms.* Do the rules give the norms and sums that plain automatic
+   differentiation gives, example by example?
+
+A model that passes is clipped exactly; one that does not is refused with the
+name of the layer and a remedy. Nothing the probe does changes the model: all
+variables that it touches get their values back.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_fastclip import _keras, capture, methods
+from keras_fastclip.capture import Layout, Plan, Recording, Unit
+from keras_fastclip.losses import first_tensor, per_example_losses
+from keras_fastclip.registry.fallback import float_tensors, tensors
+from keras_fastclip.registry.lookup import LayerRegistry
+from keras_fastclip.registry.terms import ONE_ROW, Rows
+
+EXAMPLES = 4
+
+
+class NotPrivateError(ValueError):
+    """A model that cannot be trained privately as it is."""
+
+
+def probe(
+    model: keras.Model,
+    batch: tuple[Any, Any, Any],
+    registry: LayerRegistry,
+    *,
+    strict: bool = False,
+) -> Plan:
+    """Checks a model and finds out how to capture its calls.
+
+    Args:
+        model: a compiled model.
+        batch: (x, y, sample_weight); a few examples are enough.
+        registry: where to look for rules.
+        strict: refuse layers without a rule.
+
+    Returns:
+        The plan for `Recording`.
+
+    Raises:
+        NotPrivateError: the model mixes examples, keeps statistics of the
+            data, or reads a weight in a way that cannot be captured.
+    """
+    with _keras.eager_scope():
+        return _Probe(model, batch, registry, strict).run()
+
+
+class _Probe:
+    def __init__(self, model, batch, registry, strict):
+        self.model, self.registry, self.strict = model, registry, strict
+        self.batch = _examples(batch, EXAMPLES)
+        # Builds what is not built yet.
+        _keras.call_model(model, self.batch[0], training=False)
+        self.state = _State(model)
+
+    def run(self) -> Plan:
+        with self.state.unchanged():
+            self._check_loss_and_randomness()
+            self._check_values()
+            units = self._find_units()
+            plan = Plan(units, self._layouts(units), None)
+            self._check_coverage(plan)
+            return self._check_derivatives(plan)
+
+    # -- running the model -------------------------------------------------
+
+    def _losses(self, batch):
+        x, y, sample_weight = batch
+        y_pred = _keras.call_model(self.model, x)
+        return per_example_losses(self.model, x, y, y_pred, sample_weight)
+
+    def _run(self, batch, units=(), handler=None):
+        """Losses from a fresh start, with calls of the units intercepted."""
+        self.state.restore()
+        with capture.intercept(units, handler):
+            return self._losses(batch)
+
+    # -- 2 and 3: state and mixing, by value --------------------------------
+
+    def _check_loss_and_randomness(self):
+        self.base = self._run(self.batch)
+        again = self._run(self.batch)
+        if not np.array_equal(self.base, again):
+            self.state.seed_tensorflow = True
+            self.base = self._run(self.batch)
+            if not np.array_equal(self.base, self._run(self.batch)):
+                raise NotPrivateError(
+                    "The model draws random numbers that cannot be repeated, "
+                    "so it cannot be checked. Draw them with keras.random and "
+                    "a keras.random.SeedGenerator."
+                )
+        self.base = self._run(self.batch)
+        self.base_state = self.state.current()
+
+    def _check_values(self):
+        """Exchanges one example after the other and looks at the rest."""
+        for j in range(EXAMPLES):
+            changed = _with_other_example(self.batch, j)
+            losses = self._run(changed)
+            self._check_state(self.state.current())
+            others = [i for i in range(EXAMPLES) if i != j]
+            if not np.allclose(
+                np.take(losses, others),
+                np.take(self.base, others),
+                rtol=_tolerance(self.base),
+                atol=_tolerance(self.base) * float(np.max(np.abs(self.base))),
+                equal_nan=True,
+            ):
+                raise NotPrivateError(self._mixing_message(changed, j))
+
+    def _check_state(self, state):
+        for variable, before, after in zip(
+            self.state.variables, self.base_state, state, strict=True
+        ):
+            if not np.array_equal(before, after, equal_nan=True):
+                layer = self._owner(variable)
+                raise NotPrivateError(
+                    f"{_described(layer)} writes statistics of the data into "
+                    f"its variable {variable.path!r} during training, where "
+                    f"no noise protects them. {_remedy(layer)}"
+                )
+
+    def _owner(self, variable):
+        for layer in reversed(_keras.layers_of(self.model)):
+            if any(v is variable for v in layer.variables):
+                return layer
+        return self.model
+
+    def _mixing_message(self, changed, j):
+        """Finds the first layer that carries a change to other examples."""
+        layers = [
+            Unit(layer, f"{index}", (), None)
+            for index, layer in enumerate(_keras.layers_of(self.model))
+            if layer is not self.model
+        ]
+        seen = {}
+
+        def note(unit, key, method, args, kwargs):
+            outputs = method(*args, **kwargs)
+            pair = (tensors((args, kwargs)), tensors(outputs))
+            seen.setdefault(key, (unit.layer, []))[1].append(pair)
+            return outputs
+
+        self._run(self.batch, layers, note)
+        self._run(changed, layers, note)
+
+        def leaks(before, after):
+            return any(
+                b.shape.rank
+                and b.shape[0] == EXAMPLES
+                and any(
+                    not np.array_equal(b[i], a[i])
+                    for i in range(EXAMPLES)
+                    if i != j
+                )
+                for b, a in zip(before, after, strict=False)
+            )
+
+        culprits = [
+            layer
+            for layer, pairs in seen.values()
+            if len(pairs) == 2
+            and not leaks(pairs[0][0], pairs[1][0])
+            and leaks(pairs[0][1], pairs[1][1])
+        ]
+        # A model that mixes does so through the innermost of its layers.
+        layer = culprits[0] if culprits else None
+        where = _described(layer) if layer else "The model or its loss"
+        return (
+            f"{where} mixes examples: the loss of one example changes with "
+            "the data of another, so no bound on the influence of a single "
+            f"example holds. {_remedy(layer)}"
+        )
+
+    # -- 1: layout ----------------------------------------------------------
+
+    def _find_units(self):
+        """Units, with those that draw random numbers marked.
+
+        A layer that draws random numbers and has no rule is run example by
+        example, so nothing below it can be captured on its own.
+        """
+        opaque, random = frozenset(), frozenset()
+        while True:
+            units = capture.find_units(
+                self.model, self.registry, opaque, random
+            )
+            drew = set()
+
+            def note(unit, key, method, args, kwargs, drew=drew):
+                states = _keras.seed_states(unit.layer)
+                before = [np.array(state) for state in states]
+                outputs = method(*args, **kwargs)
+                if any(
+                    not np.array_equal(value, state)
+                    for value, state in zip(before, states, strict=True)
+                ):
+                    drew.add(id(unit.layer))
+                return outputs
+
+            self._run(self.batch, units, note)
+            captured = {id(unit.layer) for unit in units}
+            containers = {
+                id(unit.layer)
+                for unit in units
+                if id(unit.layer) in drew
+                and unit.rule is None
+                and any(
+                    id(layer) in captured
+                    for layer in _keras.layers_of(unit.layer)[1:]
+                )
+            }
+            if drew == random and containers <= opaque:
+                return units
+            opaque, random = opaque | containers, frozenset(drew)
+
+    def _layouts(self, units):
+        """Rows of each call, from batches of two sizes."""
+        repeats = {}
+        smaller = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else leaf[: EXAMPLES - 1],
+            self.batch,
+        )
+        while True:
+            _, large = self._observe(units, self.batch, repeats)
+            _, small = self._observe(units, smaller, repeats)
+            layouts, without_batch = {}, None
+            for key, (inputs, outputs) in large.items():
+                unit = next(u for u in units if u.path == key[0])
+                if key not in small:
+                    raise NotPrivateError(
+                        f"{_described(unit.layer)} is called another number "
+                        "of times when the batch has another size."
+                    )
+                rows = [
+                    _rows_of(unit, big, little)
+                    for big, little in zip(
+                        [*inputs, *outputs],
+                        [*small[key][0], *small[key][1]],
+                        strict=True,
+                    )
+                ]
+                inputs, outputs = rows[: len(inputs)], rows[len(inputs) :]
+                if None in outputs:
+                    if any(r is not None for r in inputs) or not inputs:
+                        raise NotPrivateError(_no_batch_message(unit))
+                    without_batch = without_batch or key
+                layouts[key] = Layout(
+                    tuple(inputs), tuple(outputs), repeats.get(key)
+                )
+            if without_batch is None:
+                return self._with_order(units, layouts)
+            # One at a time: what follows a call gets its batch axis from it.
+            if without_batch in repeats:
+                raise NotPrivateError(_no_batch_message(unit))
+            repeats[without_batch] = self._repeat(
+                units, repeats, without_batch, large[without_batch][0]
+            )
+
+    def _repeat(self, units, repeats, key, inputs):
+        """How to give a call without a batch axis one."""
+        ones = all(leaf.shape.rank and leaf.shape[0] == 1 for leaf in inputs)
+        for repeat in ["tile", "stack"] if ones else ["stack"]:
+            with contextlib.suppress(Exception):
+                losses, _ = self._observe(
+                    units, self.batch, {**repeats, key: repeat}
+                )
+                if np.allclose(losses, self.base, rtol=_tolerance(self.base)):
+                    return repeat
+        unit = next(u for u in units if u.path == key[0])
+        raise NotPrivateError(_no_batch_message(unit))
+
+    def _observe(self, units, batch, repeats=None):
+        """Runs the layers as they are and notes their tensors by call."""
+        seen, repeats = {}, repeats or {}
+        size = tf.shape(first_tensor(batch[0]))[0]
+
+        def note(unit, key, method, args, kwargs):
+            if key in repeats:
+                args, kwargs = capture.repeated(
+                    (args, kwargs), repeats[key], size
+                )
+            outputs = method(*args, **kwargs)
+            seen[key] = (tensors((args, kwargs)), float_tensors(outputs))
+            return outputs
+
+        return self._run(batch, units, note), seen
+
+    def _with_order(self, units, layouts):
+        """Tells rows of example i at [i·k, (i+1)·k) from those at i, i+B, ..."""
+        folded = [
+            key
+            for key, layout in layouts.items()
+            if any(
+                r is not None and r.per_example > 1
+                for r in (*layout.inputs, *layout.outputs)
+            )
+        ]
+        if not folded:
+            return layouts
+        repeats = {key: layout.repeat for key, layout in layouts.items()}
+        repeats = {key: repeat for key, repeat in repeats.items() if repeat}
+        _, base = self._observe(units, self.batch, repeats)
+        runs = [
+            self._observe(units, _with_other_example(self.batch, j), repeats)[1]
+            for j in range(EXAMPLES)
+        ]
+        for key in folded:
+            moved = [_moved_rows(base[key], run[key]) for run in runs]
+            unit = next(u for u in units if u.path == key[0])
+            layouts[key] = _ordered(unit, layouts[key], moved)
+        return layouts
+
+    # -- 4: coverage --------------------------------------------------------
+
+    def _check_coverage(self, plan):
+        """Cuts every ζ; no trained weight may still reach the losses."""
+        variables = self.model.trainable_variables
+        raw = [_keras.raw(v) for v in variables]
+
+        def cut(unit, key, method, args, kwargs):
+            if unit.rule is not None:
+                call, finish = capture.captured(
+                    unit, key, plan.layouts[key], method, args, kwargs, EXAMPLES
+                )
+                if call.single:
+                    return finish([tf.stop_gradient(z) for z in call.zetas])
+            # The fallback accounts for what the layer reads inside its call.
+            with _keras.weights_as_constants(unit.variables):
+                return method(*args, **kwargs)
+
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(raw)
+            losses = self._run(self.batch, plan.units, cut)
+        gradients = tape.gradient(losses, raw)
+        for variable, gradient in zip(variables, gradients, strict=True):
+            if gradient is not None:
+                raise NotPrivateError(
+                    f"The weight {variable.path!r} reaches the loss in a way "
+                    "that cannot be captured: it is read outside the call of "
+                    "the layer that owns it, or inside a compiled function or "
+                    "rematerialized block. Use it only inside its own layer "
+                    "(call the layer again to tie weights), or freeze it."
+                )
+
+    # -- 3 and 5: derivatives -----------------------------------------------
+
+    def _check_derivatives(self, plan):
+        """Norms and sums of the rules against plain differentiation."""
+        variables = self.model.trainable_variables
+        raw = [_keras.raw(v) for v in variables]
+        self.state.restore()
+        with tf.GradientTape(persistent=True) as reference:
+            reference.watch(raw)
+            recording = Recording(plan, tf.constant(EXAMPLES))
+            with recording:
+                losses = self._losses(self.batch)
+            each = tf.unstack(losses)
+        calls = recording.calls
+        self._report_fallbacks(calls)
+        uses, reached = recording.backward(losses)
+        if not uses:
+            raise NotPrivateError("The loss depends on no trained weight.")
+        parts = methods.make_parts(uses, methods.METHODS["bk_mixopt"])
+        norms = [part.squared_norms() for part in parts]
+        sums = [part.weighted_sum(tf.ones_like(norms[0])) for part in parts]
+        total = {id(v): 0.0 for v in variables}
+        for j, loss in enumerate(each):
+            zetas = [zeta for call in calls for zeta in call.zetas]
+            gradients = reference.gradient(loss, [*zetas, *raw])
+            self._check_rows(calls, iter(gradients[: len(zetas)]), j)
+            gradients = {
+                id(v): 0.0 if g is None else tf.cast(g, "float64")
+                for v, g in zip(variables, gradients[len(zetas) :], strict=True)
+            }
+            for key, gradient in gradients.items():
+                total[key] += gradient
+            exact = [
+                sum(np.sum(np.square(gradients[id(v)])) for v in part.variables)
+                for part in parts
+            ]
+            for part, norm, right in zip(parts, norms, exact, strict=True):
+                scale = max(right, 1e-6 * sum(exact))
+                self._require_close(part, norm[j] - right, scale, "norms")
+        for part, result in zip(parts, sums, strict=True):
+            for variable, found in zip(part.variables, result, strict=True):
+                right = total[id(variable)]
+                gap = np.sum(np.square(tf.cast(found, "float64") - right))
+                self._require_close(part, gap, np.sum(np.square(right)), "sums")
+        return Plan(plan.units, plan.layouts, frozenset(reached))
+
+    def _check_rows(self, calls, gradients, j):
+        for call in calls:
+            outputs = self._zeta_rows(call)
+            for rows in outputs:
+                gradient = next(gradients)
+                if gradient is None:
+                    continue
+                by_example = np.array(rows.fold(tf.convert_to_tensor(gradient)))
+                for i in range(EXAMPLES):
+                    if i != j and np.any(by_example[i] != 0):
+                        raise NotPrivateError(
+                            f"The loss of one example depends on rows of "
+                            f"{_described(call.unit.layer)} that belong to "
+                            "another. Examples must not mix in a private "
+                            "model."
+                        )
+
+    def _zeta_rows(self, call):
+        if call.single:
+            return [call.rows]
+        return call.terms[0].output_rows
+
+    def _require_close(self, part, gap, scale, what):
+        tolerance = 20 * _tolerance(self.base)
+        policies = {u.unit.layer.compute_dtype for u in part.uses}
+        if policies & {"float16", "bfloat16"}:
+            tolerance = 0.1
+        limit = tolerance * scale if what == "norms" else tolerance**2 * scale
+        if abs(float(gap)) > limit + 1e-30 and np.isfinite(float(scale)):
+            layers = sorted({use.unit.path for use in part.uses})
+            raise NotPrivateError(
+                f"The {what} that the rule for {layers} gives are not those "
+                "of plain differentiation. If the rule is yours, compare its "
+                "zeta and omega with the layer's call; otherwise please "
+                "report the model."
+            )
+
+    def _report_fallbacks(self, calls):
+        paths = {}
+        for call in calls:
+            if not call.single:
+                paths[call.unit.path] = call.unit
+        if not paths:
+            return
+        described = [
+            f"{path} ({type(unit.layer).__name__}, "
+            f"{_size(unit):,} weights, {4 * _size(unit) / 2**20:.1f} MiB for "
+            "each example of a batch)"
+            for path, unit in paths.items()
+        ]
+        if self.strict:
+            raise NotPrivateError(
+                f"No rule is registered for {'; '.join(described)}, and "
+                "strict=True. Register one with keras_fastclip.register, or "
+                "use strict=False to take gradients of single examples in "
+                "these layers."
+            )
+        warnings.warn(
+            "No rule is registered for these layers, whose gradients are "
+            "taken example by example (exact, but slower and with more "
+            f"memory): {'; '.join(described)}. See keras_fastclip.register.",
+            stacklevel=2,
+        )
+
+
+class _State:
+    """The variables that a forward pass may write, and their values."""
+
+    def __init__(self, model):
+        seeds = {id(state) for state in _keras.seed_states(model)}
+        trained = {id(v) for v in model.trainable_variables}
+        metrics = {id(v) for m in model.metrics for v in m.variables}
+        others = [
+            v for v in model.variables if id(v) not in trained | seeds | metrics
+        ]
+        self.variables = others
+        self._seeds = _keras.seed_states(model)
+        self._model = model
+        self._saved = [np.array(v) for v in self.variables + self._seeds]
+        self.seed_tensorflow = False
+
+    def current(self):
+        return [np.array(v) for v in self.variables]
+
+    def restore(self):
+        for variable, value in zip(
+            self.variables + self._seeds, self._saved, strict=True
+        ):
+            variable.assign(value)
+        if self.seed_tensorflow:
+            tf.random.set_seed(0)
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        with _keras.tensorflow_seed_kept():
+            try:
+                yield
+            finally:
+                self.restore()
+                self._model.reset_metrics()
+
+
+def _examples(batch, count):
+    """A few examples with finite values, repeated if there are too few."""
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    size = min(len(leaf) for leaf in leaves)
+    if size == 0:
+        raise ValueError("There are no examples to train on.")
+    head = [tf.convert_to_tensor(leaf[: min(size, 256)]) for leaf in leaves]
+    usable = np.ones(len(head[0]), bool)
+    for leaf in head:
+        if leaf.dtype.is_floating:
+            flat = np.array(leaf).reshape(len(usable), -1)
+            usable &= np.isfinite(flat).all(-1)
+    rows = np.flatnonzero(usable)
+    if not len(rows):
+        raise ValueError(
+            "None of the first examples is finite: the data hold NaN or inf."
+        )
+    rows = np.resize(rows, count)
+    head = iter([tf.gather(leaf, rows) for leaf in head])
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else next(head), batch
+    )
+
+
+def _with_other_example(batch, j):
+    """The batch with other data in place of example j."""
+    x, y, sample_weight = batch
+    rng = np.random.default_rng(j)
+    order = list(range(EXAMPLES))
+    order[j] = (j + 1) % EXAMPLES
+
+    def other(leaf):
+        return None if leaf is None else tf.gather(leaf, order)
+
+    def other_input(leaf):
+        leaf = other(leaf)
+        if leaf is None or not leaf.dtype.is_floating:
+            return leaf
+        noise = np.zeros(leaf.shape)
+        noise[j] = 0.1 * rng.standard_normal(noise[j].shape)
+        return leaf + tf.cast(noise, leaf.dtype)
+
+    return (
+        keras.tree.map_structure(other_input, x),
+        keras.tree.map_structure(other, y),
+        sample_weight,
+    )
+
+
+def _rows_of(unit, large, small):
+    """Rows of an example, or None if the tensor has no batch axis."""
+    if large.shape.rank == 0:
+        return None
+    n, m = int(large.shape[0]), int(small.shape[0])
+    if n * (EXAMPLES - 1) == m * EXAMPLES and n:
+        return Rows(n // EXAMPLES) if n > EXAMPLES else ONE_ROW
+    if n == m:
+        return None
+    raise NotPrivateError(
+        f"{_described(unit.layer)} is called with {n} rows for {EXAMPLES} "
+        f"examples and {m} for {EXAMPLES - 1}: rows cannot be told apart by "
+        "example. Give each example the same number of rows."
+    )
+
+
+def _moved_rows(before, after):
+    """For each tensor of a call, the rows that differ between two runs."""
+    pairs = zip([*before[0], *before[1]], [*after[0], *after[1]], strict=True)
+    moved = []
+    for b, a in pairs:
+        b, a = np.array(b), np.array(a)
+        if not b.ndim:
+            moved.append(set())
+            continue
+        different = (b != a).reshape(len(b), -1).any(-1)
+        moved.append(set(np.flatnonzero(different)))
+    return moved
+
+
+def _ordered(unit, layout, moved):
+    rows, count = [*layout.inputs, *layout.outputs], len(layout.inputs)
+    result = []
+    for index, row in enumerate(rows):
+        if row is None or row.per_example == 1:
+            result.append(row)
+            continue
+        k = row.per_example
+        major = all(
+            run[index] <= set(range(j * k, (j + 1) * k))
+            for j, run in enumerate(moved)
+        )
+        minor = all(
+            run[index] <= set(range(j, EXAMPLES * k, EXAMPLES))
+            for j, run in enumerate(moved)
+        )
+        if not (major or minor):
+            raise NotPrivateError(
+                f"{_described(unit.layer)} is called with {k} rows for each "
+                "example, in an order in which they cannot be told apart."
+            )
+        result.append(Rows(k, example_major=major))
+    return Layout(tuple(result[:count]), tuple(result[count:]), layout.repeat)
+
+
+def _tolerance(losses):
+    return 1e-9 if losses.dtype == tf.float64 else 2e-5
+
+
+def _size(unit):
+    return sum(int(np.prod(v.shape)) for v in unit.variables)
+
+
+def _described(layer):
+    if layer is None:
+        return "The model"
+    return f"Layer {layer.path or layer.name!r} ({type(layer).__name__})"
+
+
+def _remedy(layer):
+    if isinstance(layer, keras.layers.BatchNormalization):
+        return (
+            "Replace it with keras.layers.GroupNormalization or "
+            "LayerNormalization, or freeze it: layer.trainable = False."
+        )
+    if isinstance(layer, keras.layers.RNN):
+        return "Use stateful=False."
+    if type(layer).__name__ in ("MixUp", "CutMix"):
+        return "Remove it: it blends examples with each other."
+    return (
+        "Let every example be computed from its own data alone, without sums, "
+        "means, sorting or statistics over the batch axis."
+    )
+
+
+def _no_batch_message(unit):
+    return (
+        f"{_described(unit.layer)} returns a tensor without a batch axis, and "
+        "none can be given to it. Call it on a tensor whose first axis is the "
+        "batch, for example positions repeated for every example."
+    )

@@ -1,0 +1,22 @@
+"""Rules: for each layer class, ζ and how its weights act on it.
+
+One file a family of layers. `lookup.py` holds the table from classes to
+rules, `terms.py` what a rule returns, `linear.py` the one object behind all
+linear layers, `fallback.py` what serves layers without a rule.
+"""
+
+from keras_fastclip.registry import (
+    convolution,
+    dense,
+    embedding,
+    normalization,
+)
+from keras_fastclip.registry.lookup import (
+    LayerRegistry,
+    default_registry,
+    register,
+)
+
+__all__ = ["LayerRegistry", "default_registry", "register"]
+
+del convolution, dense, embedding, normalization

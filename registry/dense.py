@@ -1,0 +1,129 @@
+"""Rules for Dense and EinsumDense: ζ is the pre-activation."""
+
+import math
+import re
+import string
+
+import keras
+import tensorflow as tf
+
+from keras_fastclip.registry.linear import Linear
+from keras_fastclip.registry.lookup import register
+from keras_fastclip.registry.terms import Small, is_variable, sum_to_shape
+
+
+@register(keras.layers.Dense)
+def dense(layer, inputs, training=None):
+    """Dense on inputs of any rank: all axes but the last are positions."""
+    if not is_variable(layer.kernel):
+        return NotImplemented
+    zeta = keras.ops.matmul(inputs, layer.kernel)
+    terms = [
+        Linear(layer.kernel, _positions(inputs), _positions, lambda m: m),
+    ]
+    if layer.bias is not None:
+        zeta = keras.ops.add(zeta, layer.bias)
+        terms.append(bias(layer.bias))
+    return zeta, terms
+
+
+@register(keras.layers.EinsumDense)
+def einsum_dense(layer, inputs, training=None):
+    """EinsumDense for every equation in which the batch comes first.
+
+    Each label of the equation has one role, told by where it stands:
+
+    | input | kernel | output | role                       |
+    |-------|--------|--------|----------------------------|
+    | yes   | yes    | no     | d, contracted              |
+    | no    | yes    | yes    | p, made by the kernel      |
+    | yes   | no     | yes    | T, a position              |
+    | yes   | yes    | yes    | S, a block of the kernel   |
+    | yes   | no     | no     | summed before the kernel   |
+    """
+    if not is_variable(layer.kernel):
+        return NotImplemented
+    source, kernel, target = _labels(layer.equation, inputs.shape.rank)
+    batch = source[0]
+    repeated = any(len(set(s)) < len(s) for s in (source, kernel, target))
+    if repeated or batch in kernel or target[0] != batch:
+        return NotImplemented
+
+    def labels(in_source, in_target):
+        return "".join(
+            label
+            for label in kernel
+            if (label in source) == in_source and (label in target) == in_target
+        )
+
+    d, p, s = labels(True, False), labels(False, True), labels(True, True)
+    t = "".join(c for c in source[1:] if c in target and c not in kernel)
+    size = dict(zip(kernel, layer.kernel.shape, strict=True))
+
+    def block_form(tensor, given, last):
+        tensor = tf.einsum(f"{given}->{batch}{t}{s}{last}", tensor)
+        blocks = [_prod(size, s)] if s else []
+        shape = [_positions_of(tensor, len(t)), *blocks, _prod(size, last)]
+        return tf.reshape(tensor, [tf.shape(tensor)[0], *shape])
+
+    def to_kernel(matrices):
+        lead = matrices.shape.rank - (3 if s else 2)
+        leading = tf.shape(matrices)[:lead]
+        tail = [size[c] for c in s + d + p]
+        tensor = tf.reshape(matrices, tf.concat([leading, tail], 0))
+        order = [lead + (s + d + p).index(c) for c in kernel]
+        return tf.transpose(tensor, [*range(lead), *order])
+
+    zeta = keras.ops.einsum(layer.equation, inputs, layer.kernel)
+    terms = [
+        Linear(
+            layer.kernel,
+            block_form(inputs, source, d),
+            lambda g: block_form(g, target, p),
+            to_kernel,
+        )
+    ]
+    if layer.bias is not None:
+        zeta = keras.ops.add(zeta, layer.bias)
+        terms.append(bias(layer.bias))
+    return zeta, terms
+
+
+def bias(variable) -> Small:
+    """A weight added to the pre-activation by broadcasting."""
+    return Small(variable, lambda g: sum_to_shape(g, tuple(variable.shape)))
+
+
+def _positions(tensor):
+    """(rows, ..., d) -> (rows, T, d)."""
+    width = tensor.shape[-1]
+    if tensor.shape.rank == 2:
+        return tensor[:, None, :]
+    if tensor.shape.rank == 3:
+        return tensor
+    positions = _positions_of(tensor, tensor.shape.rank - 2)
+    return tf.reshape(tensor, [tf.shape(tensor)[0], positions, width])
+
+
+def _positions_of(tensor, axes):
+    """The product of `axes` axes after the first, static where it is known."""
+    sizes = tensor.shape[1 : 1 + axes].as_list()
+    if None in sizes:
+        return tf.reduce_prod(tf.shape(tensor)[1 : 1 + axes])
+    return math.prod(sizes)
+
+
+def _prod(size, labels):
+    return math.prod(size[c] for c in labels)
+
+
+def _labels(equation: str, rank: int) -> tuple[str, str, str]:
+    """The equation's three parts, with letters in place of an ellipsis."""
+    source, kernel, target = re.split(",|->", equation.replace(" ", ""))
+    if "..." in source:
+        elided = rank - len(source) + 3
+        free = [c for c in string.ascii_letters if c not in equation]
+        letters = "".join(free[:elided])
+        source = source.replace("...", letters)
+        target = target.replace("...", letters)
+    return source, kernel, target

@@ -1,0 +1,96 @@
+"""Rule for Embedding: ζ is the rows that were looked up."""
+
+import keras
+import tensorflow as tf
+
+from keras_fastclip.registry.lookup import register
+from keras_fastclip.registry.terms import Term, at_least_float32, is_variable
+
+
+@register(keras.layers.Embedding)
+def embedding(layer, inputs):
+    if not is_variable(layer.embeddings) or not isinstance(inputs, tf.Tensor):
+        return NotImplemented
+    if inputs.dtype not in (tf.int32, tf.int64):
+        inputs = tf.cast(inputs, tf.int32)
+    zeta = keras.ops.take(layer.embeddings, inputs, axis=0)
+    zeta = keras.ops.cast(zeta, layer.compute_dtype)
+    return zeta, [Lookup(layer.embeddings, inputs)]
+
+
+class Lookup(Term):
+    """Rows of a table taken by the ids of a call.
+
+    The gradient of an example has one row for each distinct id, the sum of the
+    cotangents at all positions that hold the id. So the squared norm needs
+    those sums only, never a table for each example: sort the ids of an
+    example, add up the cotangents of equal neighbours, square.
+
+    With ids [7, 3, 7] and cotangents [u, v, w] the gradient is v in row 3 and
+    u + w in row 7, and its squared norm is ‖v‖² + ‖u + w‖².
+
+    Args:
+        table: the weight, (vocabulary, width).
+        ids: (rows, ...).
+    """
+
+    has_omega = True
+
+    def __init__(self, table, ids: tf.Tensor):
+        self.variables = (table,)
+        self._ids = ids
+
+    @property
+    def _width(self):
+        return self.variables[0].shape[1]
+
+    @property
+    def _vocabulary(self):
+        return self.variables[0].shape[0]
+
+    def _by_example(self, g, rows):
+        """ids (B, q) and cotangents (B, q, width)."""
+        g = at_least_float32(g)
+        examples = tf.shape(self._ids)[0] // rows.per_example
+        ids = tf.reshape(rows.fold(self._ids), [examples, -1])
+        g = tf.reshape(rows.fold(g), [examples, -1, self._width])
+        return ids, g
+
+    def adjoint(self, g, keep):
+        del keep  # ids are always finite
+        flat = tf.reshape(g, [-1, self._width])
+        ids = tf.reshape(self._ids, [-1])
+        return (tf.math.unsorted_segment_sum(flat, ids, self._vocabulary),)
+
+    def per_example(self, g, rows):
+        ids, g = self._by_example(g, rows)
+        examples = tf.range(tf.shape(ids)[0], dtype=ids.dtype)[:, None]
+        cells = examples * self._vocabulary + ids
+        count = tf.shape(ids)[0] * self._vocabulary
+        flat = tf.reshape(g, [-1, self._width])
+        summed = tf.math.unsorted_segment_sum(
+            flat, tf.reshape(cells, [-1]), count
+        )
+        return (tf.reshape(summed, [-1, self._vocabulary, self._width]),)
+
+    def omega(self, g, rows):
+        ids, g = self._by_example(g, rows)
+        shape = tf.shape(ids)
+        order = tf.argsort(ids, axis=1)
+        ids = tf.gather(ids, order, batch_dims=1)
+        g = tf.gather(g, order, batch_dims=1)
+        new = tf.cast(ids[:, 1:] != ids[:, :-1], tf.int32)
+        # The first position of every example opens a segment; segments are
+        # numbered within the example and then shifted by its position.
+        within = tf.pad(tf.cumsum(new, axis=1), [[0, 0], [1, 0]])
+        segments = within + tf.range(shape[0])[:, None] * shape[1]
+        sums = tf.math.unsorted_segment_sum(
+            tf.reshape(g, [-1, self._width]),
+            tf.reshape(segments, [-1]),
+            shape[0] * shape[1],
+        )
+        squares = tf.reduce_sum(tf.square(sums), -1)
+        return tf.reduce_sum(tf.reshape(squares, shape), 1)
+
+    def prefers_omega(self, rows):
+        return True

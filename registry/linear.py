@@ -1,0 +1,126 @@
+"""The generalized linear case: one object for a kernel applied to inputs.
+
+A kernel W of shape (d, p) maps the input a (rows, T, d) to (rows, T, p). With
+the cotangent g of the result, the gradient of one example is aᵀg. Its squared
+norm has two forms:
+
+- ghost: ⟨aaᵀ, ggᵀ⟩, time 2T²(p + d) and memory 2T² an example;
+- instantiated: ‖aᵀg‖², time 2Tpd and memory pd an example.
+
+Dense, EinsumDense and convolutions all reduce to it. A kernel that consists
+of independent blocks (the groups of a convolution, an axis that an einsum
+shares between input, kernel and output) has a block axis: a (rows, T, S, d)
+and g (rows, T, S, p).
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from keras_fastclip.registry.terms import (
+    Rows,
+    Term,
+    at_least_float32,
+    select_rows,
+)
+
+# The ghost norm is a sum of positive and negative products and may cancel. A
+# small multiple of the unit roundoff, times an upper bound of the sum of the
+# products' magnitudes, keeps it from coming out below the true value.
+ROUNDING_MARGIN = 4.0
+
+
+class Linear(Term):
+    """A kernel applied to the input `a` of a call.
+
+    Args:
+        kernel: the weight.
+        a: (rows, T, d), or (rows, T, S, d) for a kernel of S blocks.
+        canonical: maps the cotangent of ζ to the form of `a`, with p for d.
+        to_kernel: maps (..., d, p) or (..., S, d, p) to (..., *kernel shape).
+    """
+
+    has_omega = True
+
+    def __init__(
+        self,
+        kernel,
+        a: tf.Tensor,
+        canonical: Callable[[tf.Tensor], tf.Tensor],
+        to_kernel: Callable[[tf.Tensor], tf.Tensor],
+    ):
+        self.variables = (kernel,)
+        self._a = a
+        self._canonical = canonical
+        self._to_kernel = to_kernel
+        self._positions = a.shape[1]
+        self._blocks = a.shape[2] if a.shape.rank == 4 else 1
+
+    def _pair(self, g, rows: Rows):
+        """a and g as (B, T, d) and (B, T, p), or with blocks (B, S, T, ·)."""
+        a = at_least_float32(self._a)
+        g = at_least_float32(self._canonical(g))
+        return by_example(a, rows), by_example(g, rows)
+
+    def adjoint(self, g, keep):
+        a, g = select_rows(keep, self._a), self._canonical(g)
+        if a.shape.rank == 4:
+            return (self._to_kernel(tf.einsum("btsd,btsp->sdp", a, g)),)
+        # One 2-D product is faster than what autodiff makes of a 3-D one.
+        a = tf.reshape(a, [-1, a.shape[-1]])
+        g = tf.reshape(g, [-1, g.shape[-1]])
+        return (self._to_kernel(tf.matmul(a, g, transpose_a=True)),)
+
+    def per_example(self, g, rows):
+        a, g = self._pair(g, rows)
+        return (self._to_kernel(tf.matmul(a, g, transpose_a=True)),)
+
+    def omega(self, g, rows):
+        """The ghost norm, rounded up.
+
+        In exact arithmetic the sum is ‖aᵀg‖². In floating point each of its
+        products is off by a few units of roundoff times |aₛ||aₜ||gₛ||gₜ|, so
+        that a multiple of (Σₜ |aₜ||gₜ|)² bounds the error of the whole.
+        """
+        a, g = self._pair(g, rows)
+        aa, gg = tf.reduce_sum(a * a, -1), tf.reduce_sum(g * g, -1)
+        if a.shape[-2] == 1:
+            return _sum_but_first(aa * gg)
+        gram = tf.matmul(a, a, transpose_b=True)
+        gram *= tf.matmul(g, g, transpose_b=True)
+        magnitude = tf.square(tf.reduce_sum(tf.sqrt(aa * gg), -1))
+        unit = np.finfo(a.dtype.as_numpy_dtype).eps
+        margin = _sum_but_first(magnitude) * (ROUNDING_MARGIN * unit)
+        return tf.maximum(_sum_but_first(gram), 0) + margin
+
+    def prefers_omega(self, rows):
+        """2T² < pd, the rule of mixed ghost clipping (Bu et al., 2022)."""
+        if self._positions is None:
+            return True
+        positions = self._positions * rows.per_example
+        grams = 2 * self._blocks * positions**2
+        return grams < math.prod(self.variables[0].shape)
+
+
+def by_example(tensor: tf.Tensor, rows: Rows) -> tf.Tensor:
+    """(rows, T, ·) -> (B, T, ·); (rows, T, S, ·) -> (B, S, T, ·)."""
+    if rows.per_example > 1:
+        folded = rows.fold(tensor)
+        shape = tf.shape(folded)
+        merged = tf.concat([[shape[0], shape[1] * shape[2]], shape[3:]], 0)
+        positions = tensor.shape[1]
+        if positions is not None:
+            positions *= rows.per_example
+        tail = tensor.shape[2:].as_list()
+        tensor = tf.ensure_shape(
+            tf.reshape(folded, merged), [None, positions, *tail]
+        )
+    if tensor.shape.rank == 4:
+        tensor = tf.transpose(tensor, [0, 2, 1, 3])
+    return tensor
+
+
+def _sum_but_first(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(tensor, list(range(1, tensor.shape.rank)))

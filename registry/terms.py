@@ -1,0 +1,176 @@
+"""What a rule knows about the weights of one call.
+
+A captured call is ζ = Z(w), and g is the cotangent of ζ. A `Term` stands for
+the linear map 𝒜 = DZ(w) of some of the call's weights and offers
+
+- `adjoint(g, keep)`: 𝒜*g, the gradient summed over the rows to keep;
+- `per_example(g, rows)`: the gradient of every example, built in memory;
+- `omega(g, rows)`: Ω, the squared norm of every example's gradient, without
+  building it, where there is such a form.
+
+Row `r` of a captured tensor usually is example `r`, but some layers run with
+other axes folded into the first one (windows, frames, experts). `Rows` says
+which rows belong to which example.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How the rows of a call's tensors are spread over the examples.
+
+    Attributes:
+        per_example: k, the number of rows of each example.
+        example_major: rows of example i are [i·k, (i+1)·k) if true, and
+            i, i + B, i + 2B, ... otherwise.
+    """
+
+    per_example: int = 1
+    example_major: bool = True
+
+    def fold(self, tensor: tf.Tensor) -> tf.Tensor:
+        """(B·k, ...) -> (B, k, ...)."""
+        shape = tf.shape(tensor)
+        k = self.per_example
+        if self.example_major:
+            leading = [shape[0] // k, k]
+        else:
+            leading = [k, shape[0] // k]
+        folded = tf.reshape(tensor, tf.concat([leading, shape[1:]], 0))
+        static = [k, None] if not self.example_major else [None, k]
+        folded.set_shape(static + tensor.shape[1:].as_list())
+        if not self.example_major:
+            axes = [1, 0, *range(2, folded.shape.rank)]
+            folded = tf.transpose(folded, axes)
+        return folded
+
+    def unfold(self, tensor: tf.Tensor) -> tf.Tensor:
+        """(B, k, ...) -> (B·k, ...), the inverse of `fold`."""
+        if not self.example_major:
+            axes = [1, 0, *range(2, tensor.shape.rank)]
+            tensor = tf.transpose(tensor, axes)
+        shape = tf.shape(tensor)
+        merged = tf.concat([[shape[0] * shape[1]], shape[2:]], 0)
+        unfolded = tf.reshape(tensor, merged)
+        unfolded.set_shape([None, *tensor.shape[2:].as_list()])
+        return unfolded
+
+    def spread(self, values: tf.Tensor) -> tf.Tensor:
+        """One value an example (B,) -> one value a row (B·k,)."""
+        if self.per_example == 1:
+            return values
+        if self.example_major:
+            return tf.repeat(values, self.per_example)
+        return tf.tile(values, [self.per_example])
+
+
+ONE_ROW = Rows()
+
+
+class Term:
+    """How a call uses some of its weights; see the module's docstring.
+
+    Attributes:
+        variables: the weights, in the order of the tuples that `adjoint` and
+            `per_example` return.
+        has_omega: whether there is a form of Ω that builds no gradients.
+        has_adjoint: whether there is a form of 𝒜* that builds none.
+    """
+
+    variables: tuple[Any, ...]
+    has_omega = False
+    has_adjoint = True
+
+    def adjoint(self, g: Any, keep: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """𝒜*g over the rows where `keep`, (rows,), is true.
+
+        g is zero in the other rows, but what it is multiplied with need not
+        be finite there, and 0·inf is NaN. So those rows are left out.
+        """
+        raise NotImplementedError
+
+    def per_example(self, g: Any, rows: Rows) -> tuple[tf.Tensor, ...]:
+        raise NotImplementedError
+
+    def omega(self, g: Any, rows: Rows) -> tf.Tensor:
+        raise NotImplementedError
+
+    def prefers_omega(self, rows: Rows) -> bool:
+        """Whether `omega` takes less memory than `per_example`."""
+        return False
+
+
+class Small(Term):
+    """Weights so few that the gradients of all examples fit beside them.
+
+    Biases, scales, offsets and tables that are added or multiplied by
+    broadcasting: their gradient for a row is a sum over other axes.
+
+    Args:
+        variable: the weight.
+        per_row: maps g to the gradient of every row, (rows, *weight shape).
+    """
+
+    def __init__(self, variable, per_row: Callable[[tf.Tensor], tf.Tensor]):
+        self.variables = (variable,)
+        self._per_row = per_row
+
+    def _rows(self, g):
+        return self._per_row(at_least_float32(g))
+
+    def adjoint(self, g, keep):
+        return (tf.reduce_sum(select_rows(keep, self._rows(g)), 0),)
+
+    def per_example(self, g, rows):
+        per_row = self._rows(g)
+        if rows.per_example == 1:
+            return (per_row,)
+        return (tf.reduce_sum(rows.fold(per_row), 1),)
+
+
+def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
+    """Norms are never taken in half precision."""
+    if tensor.dtype in (tf.float16, tf.bfloat16):
+        return tf.cast(tensor, tf.float32)
+    return tensor
+
+
+def select_rows(keep: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Zeros in the rows that are not kept, whatever they hold."""
+    shape = [-1] + [1] * (tensor.shape.rank - 1)
+    return tf.where(tf.reshape(keep, shape), tensor, tf.zeros_like(tensor))
+
+
+def squared_norm(per_example: tf.Tensor) -> tf.Tensor:
+    """(B, ...) -> (B,), the squared norm of each example's part."""
+    axes = list(range(1, per_example.shape.rank))
+    return tf.reduce_sum(tf.square(per_example), axes)
+
+
+def sum_to_shape(g: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """Undoes broadcasting of a weight of `shape` to rows of g.
+
+    Args:
+        g: (rows, ...), cotangent of a tensor to which a weight was added with
+            NumPy's broadcasting, aligned on the right.
+        shape: of the weight; has no row axis.
+
+    Returns:
+        (rows, *shape).
+    """
+    first = g.shape.rank - len(shape)
+    lost = list(range(1, first))
+    ones = [first + i for i, size in enumerate(shape) if size == 1]
+    summed = tf.reduce_sum(g, lost + ones) if lost + ones else g
+    return tf.reshape(summed, [-1, *shape])
+
+
+def is_variable(weight: Any) -> bool:
+    """False for a weight that is computed, such as a kernel with LoRA."""
+    return isinstance(weight, keras.Variable)
