@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.variables import AutocastScope
-from keras.src.models.functional import Functional
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
+from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers.data_adapters.array_slicing import (
     train_validation_split,
@@ -51,6 +51,11 @@ def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
 def raw(variable: keras.Variable) -> tf.Variable:
     """The TensorFlow variable behind a Keras variable."""
     return variable._value
+
+
+def values(variables: list[keras.Variable]) -> list[np.ndarray]:
+    """The present values of variables."""
+    return [raw(variable).numpy() for variable in variables]
 
 
 def seed_states(layer: keras.Layer) -> list[keras.Variable]:
@@ -96,12 +101,9 @@ def compiled_loss(model: keras.Model, y, y_pred, sample_weight) -> tf.Tensor:
 def draws_random_numbers(model: keras.Model, x: Any) -> bool:
     """Whether a forward pass in training moves a random generator."""
     states = seed_states(model)
-    before = [np.array(state) for state in states]
+    before = values(states)
     call_model(model, x)
-    return any(
-        not np.array_equal(value, state)
-        for value, state in zip(before, states, strict=True)
-    )
+    return not np.array_equal(before, values(states))
 
 
 @contextlib.contextmanager

@@ -69,6 +69,11 @@ class Part:
         self._keep = method.keep or not all(u.term.has_adjoint for u in uses)
         self._built: list[tf.Tensor] | None = None
 
+    @property
+    def path(self) -> str:
+        """Of the layer whose share of the clip norm counts."""
+        return self.uses[0].unit.path
+
     def squared_norms(self) -> tf.Tensor:
         """Ω, shape (batch,)."""
         if self._ghost:
@@ -77,7 +82,7 @@ class Part:
         built = self._build()
         if self._keep:
             self._built = built
-        return tf.add_n([squared_norm(gradient) for gradient in built])
+        return tf.add_n(widest([squared_norm(b) for b in built]))
 
     def _build(self):
         """The gradient of every example for each of the variables."""
@@ -123,6 +128,12 @@ def _scaled(g, factors):
     return g * tf.reshape(tf.cast(factors, g.dtype), shape)
 
 
+def widest(norms: list[tf.Tensor]) -> list[tf.Tensor]:
+    """The tensors in the widest of their types."""
+    wide = any(norm.dtype == tf.float64 for norm in norms)
+    return [tf.cast(n, tf.float64 if wide else tf.float32) for n in norms]
+
+
 def make_parts(uses: Sequence[Use], method: Method) -> list[Part]:
     """Joins uses that share a weight."""
     clusters: list[list[Use]] = []
@@ -157,20 +168,17 @@ def clipped_sums(
     """
     groups = dict(zip(paths, clipping.groups(paths), strict=True))
     count = max(groups.values()) + 1
-    norms: list[list[tf.Tensor]] = [[] for _ in range(count)]
-    for part in parts:
-        norms[groups[part.uses[0].unit.path]].append(part.squared_norms())
-    like = next(n for group in norms for n in group)
-    squared = tf.stack(
-        [tf.add_n(group) if group else tf.zeros_like(like) for group in norms]
-    )
+    norms = widest([part.squared_norms() for part in parts])
+    squared = [tf.zeros_like(norms[0])] * count
+    for part, norm in zip(parts, norms, strict=True):
+        squared[groups[part.path]] += norm
+    squared = tf.stack(squared)
     factors = clipping.bounded_factors(squared)
     if real is not None:
         factors = tf.where(real, factors, tf.zeros_like(factors))
     sums = {}
     for part in parts:
-        group = groups[part.uses[0].unit.path]
-        weighted = part.weighted_sum(factors[group])
+        weighted = part.weighted_sum(factors[groups[part.path]])
         for variable, total in zip(part.variables, weighted, strict=True):
             sums[id(variable)] = total
     return sums, squared, factors

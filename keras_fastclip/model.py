@@ -548,7 +548,8 @@ def make_private(model: keras.Model, **settings) -> keras.Model:
     """
     if not isinstance(model, keras.Model):
         raise ValueError(
-            f"make_private takes a keras.Model; received {type(model).__name__}."
+            "make_private takes a keras.Model; received "
+            f"{type(model).__name__}."
         )
     if getattr(model, "_privacy", None) is not None:
         raise ValueError(f"The model {model.name!r} is private already.")

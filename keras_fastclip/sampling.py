@@ -140,11 +140,11 @@ def poisson_dataset(
 ) -> tf.data.Dataset:
     """Makes an endless dataset of Poisson-sampled batches.
 
-    Each element is a `PoissonBatch(batch, real)`. `batch` has the structure of `arrays`,
-    with `None` leaves kept and lists turned into tuples (`tf.data` would
-    stack lists). `real` is a boolean vector that is true for the rows that
-    were drawn. The other rows are padding: copies of the first example, valid
-    as input and to be ignored.
+    Each element is a `PoissonBatch(batch, real)`. `batch` has the structure
+    of `arrays`, with `None` leaves kept and lists turned into tuples
+    (`tf.data` would stack lists). `real` is a boolean vector that is true for
+    the rows that were drawn. The other rows are padding: copies of the first
+    example, valid as input and to be ignored.
 
     An empty draw is a valid step (noise alone), so it is delivered too, as
     padding only. Each new iterator continues the random stream, so no draw is

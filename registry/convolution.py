@@ -12,7 +12,6 @@ import math
 
 import keras
 import tensorflow as tf
-
 from keras_fastclip.registry.dense import bias
 from keras_fastclip.registry.linear import Linear, by_example
 from keras_fastclip.registry.lookup import register
@@ -156,10 +155,16 @@ def _shifted_slices(layer, inputs):
         + 1
         for i in spatial
     ]
-    padding = [[0, 0], *map(list, zip(*_padding(layer, sizes, reach))), [0, 0]]
+    padding = [
+        [0, 0],
+        *map(list, zip(*_padding(layer, sizes, reach), strict=True)),
+        [0, 0],
+    ]
     padded = tf.pad(inputs, padding)
     for offset in itertools.product(*map(range, layer.kernel_size)):
-        starts = [o * d for o, d in zip(offset, layer.dilation_rate)]
+        starts = [
+            o * d for o, d in zip(offset, layer.dilation_rate, strict=True)
+        ]
         window = tuple(
             slice(
                 starts[i],

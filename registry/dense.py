@@ -6,7 +6,6 @@ import string
 
 import keras
 import tensorflow as tf
-
 from keras_fastclip.registry.linear import Linear
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.terms import Small, is_variable, sum_to_shape

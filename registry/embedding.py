@@ -2,7 +2,6 @@
 
 import keras
 import tensorflow as tf
-
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.terms import Term, at_least_float32, is_variable
 

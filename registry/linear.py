@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
-
 from keras_fastclip.registry.terms import (
     Rows,
     Term,

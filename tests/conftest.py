@@ -1,0 +1,18 @@
+import keras
+import pytest
+
+
+@pytest.fixture
+def float64():
+    """Models made inside compute in float64, so tolerances can be tight."""
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx(before)
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    keras.utils.set_random_seed(0)
+    yield
+    keras.backend.clear_session(free_memory=False)
