@@ -15,6 +15,7 @@ from keras.src.backend.common.variables import AutocastScope
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
 from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import global_seed_generator
+from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from keras.src.trainers.data_adapters.array_slicing import (
     train_validation_split,
 )
@@ -126,25 +127,35 @@ def compiled_losses_replaced(model: keras.Model, wrap, metric_wrap):
         compiled._flat_losses, compiled._metrics = losses, metrics
 
 
-def compiled_metrics(model: keras.Model, y, y_pred):
-    """[(metric, y, y_pred, output index, weighted)] of the compiled metrics."""
+def compiled_metrics(model: keras.Model, y, y_pred, sample_weight):
+    """[(metric, y, y_pred, sample_weight)] of the compiled metrics.
+
+    As in Keras, only metrics that are to be weighted get the weights. Building
+    the metrics makes their variables.
+    """
     compiled = model._compile_metrics
     if compiled is None:
         return []
     if not compiled.built:
         compiled.build(y, y_pred)
     flat_y, flat_pred = compiled._flatten_y(y), compiled._flatten_y(y_pred)
-    found = []
-    for weighted, lists in (
-        (False, compiled._flat_metrics),
-        (True, compiled._flat_weighted_metrics),
-    ):
-        for index, (metrics, target, prediction) in enumerate(
-            zip(lists, flat_y, flat_pred, strict=False)
-        ):
-            for metric in metrics.metrics if metrics else []:
-                found.append((metric, target, prediction, index, weighted))
-    return found
+    none = [None] * len(flat_y)
+    weights = (
+        none if sample_weight is None else compiled._flatten_y(sample_weight)
+    )
+    if len(weights) < len(flat_y):
+        weights = [weights[0]] * len(flat_y)
+    return [
+        (metric, target, prediction, weight)
+        for lists, weights in (
+            (compiled._flat_metrics, none),
+            (compiled._flat_weighted_metrics, weights),
+        )
+        for metrics, target, prediction, weight in zip(
+            lists, flat_y, flat_pred, weights, strict=False
+        )
+        for metric in (metrics.metrics if metrics else [])
+    ]
 
 
 @contextlib.contextmanager
@@ -160,6 +171,11 @@ def autocast(layer: keras.Layer):
 def mask_of(tensor: Any) -> tf.Tensor | None:
     """The mask that Keras hung on a tensor."""
     return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: tf.Tensor, mask: tf.Tensor) -> None:
+    """Hangs a mask on a tensor."""
+    tensor._keras_mask = mask
 
 
 @contextlib.contextmanager
@@ -254,3 +270,10 @@ def eager_scope():
             yield
         finally:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+
+def save_as(cls: type, original: type) -> None:
+    """Lets instances of a class be saved under the name of another."""
+    name = GLOBAL_CUSTOM_NAMES.get(original)
+    if name is not None:
+        GLOBAL_CUSTOM_NAMES[cls] = name

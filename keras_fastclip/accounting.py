@@ -10,11 +10,14 @@ given delta for the composition of all recorded steps, provided each step was
 what its mechanism says.
 """
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import operator
 import textwrap
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import dp_accounting
@@ -334,8 +337,24 @@ def _rdp_orders_and_curve(
         sampling_probability, dp_accounting.GaussianDpEvent(noise_multiplier)
     )
     accountant = rdp.RdpAccountant(neighboring_relation=_NEIGHBORS)
-    accountant.compose(step)
+    with _quiet():
+        accountant.compose(step)
     return accountant.orders, accountant.rdp
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps quiet about orders that the accountant leaves out.
+
+    The bound is the least over the orders, so leaving some out is harmless.
+    """
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _rdp_epsilon(entries: tuple[Entry, ...], delta: float) -> float:

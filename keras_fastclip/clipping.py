@@ -55,6 +55,10 @@ class Clipping:
     def get_config(self) -> dict[str, Any]:
         return {}
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Clipping":
+        return cls(**config)
+
 
 @keras.saving.register_keras_serializable("keras_fastclip")
 class FlatClipping(Clipping):

@@ -4,7 +4,9 @@ The loss of an example is what Keras computes for a batch that holds it alone.
 For a loss with several values an example (tokens, pixels) and Keras's default
 reduction that is their mean, over the values that the example's own mask lets
 through. So it never depends on the other examples of the batch, as Keras's
-mean over a masked batch does.
+mean over a masked batch does. There is one exception: a mean that is divided
+by the sample weights keeps a weight that belongs to a whole example, which in
+a batch of one would be divided by itself.
 """
 
 from typing import Any
@@ -46,6 +48,8 @@ def per_example_losses(
         for extra in _keras.own_losses(layer):
             if extra.shape.rank == 0:
                 raise ValueError(_scalar_loss_message(layer))
+            path = layer.path or layer.name
+            _require_batch_axis(extra, batch_size, f"add_loss of {path!r}")
             total += tf.cast(_sum_but_first(extra), total.dtype)
     return total
 
@@ -103,18 +107,18 @@ class _PerExample:
 
 
 class _CountedRows:
-    """A metric of an output's loss that leaves padding rows out."""
+    """A metric of an output's loss without padding and non-finite rows."""
 
     def __init__(self, metric, counted):
         self._metric, self._counted = metric, counted
 
     def update_state(self, values, sample_weight=None):
         del sample_weight  # The batch size, for a loss reduced over the batch.
+        counted = tf.math.is_finite(values)
         if self._counted is not None:
-            values = tf.where(self._counted, values, tf.zeros_like(values))
-            self._metric.update_state(values, tf.cast(self._counted, "float32"))
-        else:
-            self._metric.update_state(values)
+            counted &= self._counted
+        values = tf.where(counted, values, tf.zeros_like(values))
+        self._metric.update_state(values, tf.cast(counted, values.dtype))
 
 
 def reduce_examples(
@@ -133,22 +137,21 @@ def reduce_examples(
     """
     weights = tf.ones_like(values)
     for mask in masks:
-        mask = _aligned(tf.cast(mask, values.dtype), values)
-        weights *= mask
+        weights *= aligned(tf.cast(mask, values.dtype), values)
     if masks and reduction in ("mean", "sum_over_batch_size"):
         # The mean is over the values that the mask lets through.
         total = _sum_but_first(tf.ones_like(values))
         share = tf.math.divide_no_nan(total, _sum_but_first(weights))
-        weights *= _aligned(share, values)
+        weights *= aligned(share, values)
     by_example = None
     if sample_weight is not None:
         given = tf.cast(tf.convert_to_tensor(sample_weight), values.dtype)
-        aligned = _aligned(given, values)
-        if given.shape.rank == 1 and reduction == "mean_with_sample_weight":
+        of_examples = all(size == 1 for size in given.shape[1:])
+        if of_examples and reduction == "mean_with_sample_weight":
             # Divided by itself it would vanish.
-            by_example = given
+            by_example = tf.reshape(given, [-1])
         else:
-            weights *= aligned
+            weights *= aligned(given, values)
     # A value that is masked out may be anything, also NaN.
     values = tf.where(weights == 0, tf.zeros_like(values), values)
     result = _sum_but_first(values * weights)
@@ -159,7 +162,7 @@ def reduce_examples(
     return result if by_example is None else result * by_example
 
 
-def _aligned(weights, values):
+def aligned(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """Gives weights the rank of values; both start with the batch."""
     while weights.shape.rank > values.shape.rank and weights.shape[-1] == 1:
         weights = weights[..., 0]

@@ -210,7 +210,7 @@ class PrivateTraining:
             privacy.sampling_rng,
             static_shapes=bool(self.jit_compile),
             transform=transform,
-        )
+        ).take(steps_per_epoch or math.ceil(count / batch_size))
         mechanism = accounting.PoissonSampling(
             num_examples=count,
             expected_batch_size=batch_size,
@@ -227,8 +227,6 @@ class PrivateTraining:
             return fit(
                 data,
                 shuffle=False,
-                steps_per_epoch=steps_per_epoch
-                or math.ceil(count / batch_size),
                 validation_data=_keras.preprocessed(
                     self, validation_data, validation_batch_size
                 ),
@@ -520,7 +518,9 @@ class DPFunctional(DPModel, _keras.Functional):
 def _functional_class(cls: type) -> type:
     """A subclass of DPModel that is made from inputs and outputs."""
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls, DPFunctional), namespace)
+    functional = type(cls.__name__, (cls, DPFunctional), namespace)
+    _keras.save_as(functional, cls)
+    return functional
 
 
 def make_private(model: keras.Model, **settings) -> keras.Model:

@@ -7,7 +7,6 @@ make a shape constant are marked in a mask that travels beside the batch, and
 a draw is never cut to fit.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -271,9 +270,14 @@ def peek(stream: Any) -> tuple[tuple[Any, Any, Any], Any]:
         first = stream[0]
     else:
         first = next(stream)
-        stream = itertools.chain([first], stream)
+        stream = _put_back(first, stream)
     batch, _ = unpack(first)
     return head(batch), stream
+
+
+def _put_back(first, stream):
+    yield first
+    yield from stream
 
 
 def static_batch_size(stream: Any) -> int | None:

@@ -4,13 +4,13 @@ What is logged here is computed from the data without noise: the guarantee does
 not cover it.
 """
 
-import inspect
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_fastclip import _keras
+from keras_fastclip.losses import aligned
 
 
 def update(
@@ -41,46 +41,66 @@ def update(
     losses = clipped.losses + tf.cast(penalty, clipped.losses.dtype)
     losses = tf.where(counted, losses, tf.zeros_like(losses))
     model._loss_tracker.update_state(losses, tf.cast(counted, losses.dtype))
-    if type(model).compute_metrics is not keras.Model.compute_metrics:
-        if real is not None:
-            x, y, sample_weight, y_pred = _real_rows(
-                model, (x, y, sample_weight, y_pred), real
-            )
-        return model.compute_metrics(x, y, y_pred, sample_weight)
+    own = type(model).compute_metrics is not keras.Model.compute_metrics
     if real is None:
         return model.compute_metrics(x, y, y_pred, sample_weight)
-    _update_compiled(model, y, y_pred, sample_weight, real)
+    if own and model.jit_compile:
+        raise ValueError(_no_weights_message("An overridden compute_metrics"))
+    if own:
+        rows = _real_rows((x, y, y_pred, sample_weight), real)
+        return model.compute_metrics(*rows)
+    metrics = _keras.compiled_metrics(model, y, y_pred, sample_weight)
+    if model.jit_compile:
+        _update_weighted(metrics, real)
+    else:
+        # Of no examples at all, a mean would be NaN.
+        tf.cond(
+            tf.reduce_any(real),
+            lambda: _update_real_rows(metrics, real),
+            lambda: False,
+        )
     return model.get_metrics_result()
 
 
-def _update_compiled(model, y, y_pred, sample_weight, real):
-    flat_weights = keras.tree.flatten(sample_weight)
-    for metric, target, prediction, index, weighted in _keras.compiled_metrics(
-        model, y, y_pred
-    ):
-        weight = None
-        if weighted and flat_weights[0] is not None:
-            weight = flat_weights[index if len(flat_weights) > 1 else 0]
-        if "sample_weight" in inspect.signature(metric.update_state).parameters:
-            mask = tf.cast(real, "float32")
-            if weight is not None:
-                weight = tf.cast(weight, "float32")
-                shape = [-1] + [1] * (weight.shape.rank - 1)
-                mask = weight * tf.reshape(mask, shape)
-            metric.update_state(target, prediction, sample_weight=mask)
-        else:
-            target, prediction = _real_rows(model, (target, prediction), real)
-            metric.update_state(target, prediction)
+def _update_real_rows(metrics, real):
+    for metric, *arguments in metrics:
+        y, y_pred, weight = _real_rows(tuple(arguments), real)
+        metric.update_state(y, y_pred, sample_weight=weight)
+    return True
 
 
-def _real_rows(model, structure, real):
-    if model.jit_compile:
-        raise ValueError(
-            "A metric without a `sample_weight` argument, or an overridden "
-            "compute_metrics, cannot leave out padding rows under XLA. Give "
-            "the metric that argument, or compile with jit_compile=False."
-        )
-    return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else tf.boolean_mask(leaf, real),
-        structure,
+def _update_weighted(metrics, real):
+    """XLA keeps all rows; those that are not real get weight zero."""
+    for metric, y, y_pred, weight in metrics:
+        rows = tf.cast(real, "float32")
+        if weight is not None:
+            weight = tf.cast(weight, "float32")
+            rows = weight * aligned(rows, weight)
+        mask = _keras.mask_of(y_pred)
+        if mask is not None:
+            rows = aligned(rows, mask)
+        try:
+            metric.update_state(y, y_pred, sample_weight=rows)
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+            message = _no_weights_message(f"The metric {metric.name!r}")
+            raise ValueError(message) from error
+
+
+def _no_weights_message(what):
+    return (
+        f"{what} cannot leave out padding rows under XLA, which takes a "
+        "metric whose `sample_weight` may be one number for each example. "
+        "Use such a metric, or compile with jit_compile=False."
     )
+
+
+def _real_rows(structure, real):
+    def select(leaf):
+        if leaf is None:
+            return None
+        rows, mask = tf.boolean_mask(leaf, real), _keras.mask_of(leaf)
+        if mask is not None:
+            _keras.set_mask(rows, tf.boolean_mask(mask, real))
+        return rows
+
+    return keras.tree.map_structure(select, structure)

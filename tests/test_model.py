@@ -1,0 +1,460 @@
+"""The public classes: construction, training, saving, conversion."""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import keras_fastclip
+from keras_fastclip import DPModel, DPSequential, make_private
+from tests.zoo import cross_entropy, labels, random
+
+SETTINGS = {"l2_norm_clip": 0.5, "noise_multiplier": 1.0}
+N = 64
+
+
+def data():
+    return random(N, 5), labels(N)
+
+
+def functional():
+    x = keras.Input((5,))
+    y = layers.Dense(3)(layers.Dense(4, activation="relu")(x))
+    return DPModel(x, y, name="functional", **SETTINGS)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Subclassed(DPModel):
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.hidden = layers.Dense(units, activation="relu")
+        self.head = layers.Dense(3)
+
+    def call(self, x, training=None):
+        return self.head(self.hidden(x))
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+@keras.saving.register_keras_serializable("tests")
+class FunctionalSubclass(DPModel):
+    """A subclass that is made from inputs and outputs."""
+
+    def __init__(self, units, **kwargs):
+        x = keras.Input((5,))
+        y = layers.Dense(3)(layers.Dense(units, activation="relu")(x))
+        super().__init__(x, y, **kwargs)
+        self.units = units
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+def sequential():
+    return DPSequential(
+        [layers.Dense(4, activation="relu"), layers.Dense(3)], **SETTINGS
+    )
+
+
+def by_add():
+    model = DPSequential(**SETTINGS)
+    model.add(keras.Input((5,)))
+    model.add(layers.Dense(4, activation="relu"))
+    model.add(layers.Dense(3))
+    return model
+
+
+KINDS = {
+    "functional": functional,
+    "subclassed": lambda: Subclassed(4, **SETTINGS),
+    "functional_subclass": lambda: FunctionalSubclass(4, **SETTINGS),
+    "sequential": sequential,
+    "by_add": by_add,
+}
+
+
+def compiled(model, **kwargs):
+    model.compile("sgd", cross_entropy(), metrics=["accuracy"], **kwargs)
+    return model
+
+
+def test_all_kinds_live_in_one_process_in_any_order():
+    x, y = data()
+    bases = DPModel.__bases__
+    for order in (list(KINDS), list(reversed(KINDS))):
+        models = [compiled(KINDS[kind]()) for kind in order]
+        for model in models:
+            model.fit(x, y, batch_size=16, verbose=0)
+            assert isinstance(model, keras.Model)
+            assert model.privacy_spent(1e-3, "rdp") < np.inf
+    assert DPModel.__bases__ == bases
+    assert isinstance(functional(), DPModel)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_model_comes_back_private(kind, tmp_path):
+    x, y = data()
+    model = compiled(KINDS[kind]())
+    model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    again = keras.saving.load_model(path)
+    assert type(again) is type(model)
+    np.testing.assert_allclose(
+        again.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-6
+    )
+    spent = model.privacy_spent(1e-3, "rdp")
+    assert again.privacy_spent(1e-3, "rdp") == spent
+    again.fit(x, y, batch_size=16, verbose=0)
+    assert again.privacy_spent(1e-3, "rdp") > spent
+
+
+def test_settings_survive_saving(tmp_path):
+    x = keras.Input((5,))
+    model = DPModel(
+        x,
+        layers.Dense(3)(x),
+        l2_norm_clip=0.5,
+        noise_multiplier=1.5,
+        method="bk",
+        clipping=keras_fastclip.AutomaticClipping(0.5, gamma=0.1),
+        expected_batch_size=7,
+        strict=True,
+    )
+    model.save(str(tmp_path / "model.keras"))
+    again = keras.saving.load_model(str(tmp_path / "model.keras"))
+    settings = again._privacy.settings
+    assert settings.clipping.gamma == 0.1
+    assert (settings.noise_multiplier, settings.method) == (1.5, "bk")
+    assert (settings.expected_batch_size, settings.strict) == (7, True)
+
+
+def test_eager_graph_and_xla_agree():
+    x, y = data()
+    results = []
+    start = None
+    for kwargs in (
+        {"run_eagerly": True},
+        {"jit_compile": False},
+        {"jit_compile": True},
+    ):
+        model = DPSequential(
+            [layers.Dense(4, activation="relu"), layers.Dense(3)],
+            l2_norm_clip=0.5,
+            noise_multiplier=0.0,
+            seed=5,
+        )
+        compiled(model, **kwargs)
+        model.build((None, 5))
+        start = start or model.get_weights()
+        model.set_weights(start)
+        logs = model.fit(x, y, batch_size=16, epochs=2, verbose=0).history
+        results.append((model.get_weights(), logs))
+    for weights, logs in results[1:]:
+        for found, right in zip(weights, results[0][0], strict=True):
+            np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-6)
+        for key, values in logs.items():
+            np.testing.assert_allclose(values, results[0][1][key], rtol=1e-4)
+
+
+# -- fit ---------------------------------------------------------------------
+
+
+def two_inputs(names=False):
+    a, b = keras.Input((5,), name="a"), keras.Input((5,), name="b")
+    y = layers.Dense(3)(layers.Concatenate()([a, b]))
+    inputs = {"a": a, "b": b} if names else [a, b]
+    return compiled(DPModel(inputs, y, **SETTINGS))
+
+
+def test_fit_takes_lists_dicts_tensors_and_lists_of_numbers():
+    x, y = data()
+    two_inputs().fit([x, x], y, verbose=0)
+    two_inputs(names=True).fit({"a": x, "b": x}, y, verbose=0)
+    compiled(functional()).fit(tf.constant(x), tf.constant(y), verbose=0)
+    compiled(functional()).fit(x, y.tolist(), verbose=0)
+
+
+def test_fit_counts_poisson_steps_and_logs_epsilon(tmp_path):
+    x, y = data()
+    model = compiled(functional())
+    history = model.fit(
+        x,
+        y,
+        batch_size=10,
+        epochs=3,
+        verbose=0,
+        validation_split=0.25,
+        callbacks=[keras_fastclip.EpsilonTracker(1e-3)],
+    ).history
+    (entry,) = model._privacy.ledger.entries
+    assert entry.mechanism.num_examples == 48
+    assert entry.steps == 3 * 5 == int(model.optimizer.iterations.numpy())
+    assert history["epsilon"] == sorted(history["epsilon"])
+    assert history["epsilon"][-1] == model.privacy_spent(1e-3, "rdp")
+    assert len(history["val_loss"]) == 3
+
+
+def test_steps_per_execution_are_all_counted():
+    x, y = data()
+    model = compiled(functional(), steps_per_execution=3)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    assert model._privacy.ledger.total_steps == 16
+
+
+def test_two_fits_compose():
+    x, y = data()
+    model = compiled(functional())
+    model.fit(x, y, batch_size=8, verbose=0)
+    first = model.privacy_spent(1e-3, "rdp")
+    model.fit(x, y, batch_size=16, verbose=0)
+    assert [e.steps for e in model._privacy.ledger.entries] == [8, 4]
+    assert model.privacy_spent(1e-3, "rdp") > first
+    assert model._privacy.expected_batch_size == 16
+
+
+def test_batches_not_drawn_here_have_no_finite_epsilon():
+    x, y = data()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16, True)
+    model = compiled(functional())
+    model.fit(dataset, verbose=0)
+    assert model._privacy.expected_batch_size == 16
+    assert model.privacy_spent(1e-3) == np.inf
+    assert "not known" in model.privacy_statement(1e-3)
+
+    def batches():
+        while True:
+            yield x[:8], y[:8]
+
+    model = compiled(
+        DPSequential([layers.Dense(3)], **SETTINGS, expected_batch_size=8)
+    )
+    model.fit(batches(), steps_per_epoch=3, verbose=0)
+    assert model.privacy_spent(1e-3) == np.inf
+
+
+def test_train_on_batch_is_counted():
+    x, y = data()
+    model = compiled(
+        DPSequential([layers.Dense(3)], **SETTINGS, expected_batch_size=8)
+    )
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert model.privacy_spent(1e-3) < np.inf
+    model.train_on_batch(x[:8], y[:8])
+    assert model._privacy.ledger.total_steps == 9
+    assert model.privacy_spent(1e-3) == np.inf
+
+
+def test_custom_loop_in_a_function_is_counted():
+    x, y = data()
+    model = compiled(
+        DPSequential([layers.Dense(3)], **SETTINGS, expected_batch_size=8)
+    )
+    step = tf.function(model.train_step)
+    for _ in range(3):
+        step((tf.constant(x[:8]), tf.constant(y[:8])))
+    assert model._privacy.ledger.total_steps == 3
+
+
+def test_interrupted_fit_is_counted():
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise KeyboardInterrupt
+
+    x, y = data()
+    model = compiled(functional())
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[Stop()])
+    (entry,) = model._privacy.ledger.entries
+    assert entry.steps == 3 and model.privacy_spent(1e-3, "rdp") < np.inf
+
+
+def test_layers_frozen_after_compile_are_frozen():
+    x, y = data()
+    model = compiled(functional())
+    model.fit(x, y, verbose=0)
+    model.layers[1].trainable = False
+    before = [w.copy() for w in model.layers[1].get_weights()]
+    model.fit(x, y, verbose=0)
+    for old, new in zip(before, model.layers[1].get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_learns():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2000, 5)).astype("float32")
+    y = (x[:, 0] > 0).astype("int32")
+    model = DPSequential(
+        [layers.Dense(2)], l2_norm_clip=1.0, noise_multiplier=1.0
+    )
+    model.compile(
+        keras.optimizers.SGD(1.0), cross_entropy(), metrics=["accuracy"]
+    )
+    model.fit(x, y, batch_size=200, epochs=5, verbose=0)
+    assert model.evaluate(x, y, verbose=0)[1] > 0.9
+    assert model.privacy_spent(1e-5) < 6
+
+
+# -- clipping ----------------------------------------------------------------
+
+
+class Half(keras_fastclip.Clipping):
+    """Breaks its promise: half of every gradient, however long."""
+
+    sensitivity = 0.5
+
+    def factors(self, squared_norms):
+        return tf.fill(
+            tf.shape(squared_norms), tf.cast(0.5, squared_norms.dtype)
+        )
+
+
+@pytest.mark.parametrize(
+    "clipping",
+    [
+        "flat",
+        "automatic",
+        "global",
+        [0.3, 0.4],
+        {"first": 0.3, "second": 0.4},
+        Half(),
+    ],
+    ids=["flat", "automatic", "global", "list", "dict", "own"],
+)
+@pytest.mark.parametrize("method", ["auto", "naive"])
+def test_every_clipping_keeps_an_example_within_its_sensitivity(
+    clipping, method
+):
+    inputs = keras.Input((5,))
+    outputs = layers.Dense(4, activation="tanh", name="first")(inputs)
+    outputs = layers.Dense(3, name="second")(outputs)
+    model = compiled(
+        DPModel(
+            inputs,
+            outputs,
+            l2_norm_clip=0.5,
+            noise_multiplier=0.0,
+            clipping=clipping,
+            method=method,
+        )
+    )
+    x, y = data()
+    x[:8] *= 100
+    for i in range(16):
+        sums, norms = model.clipped_gradients(x[i : i + 1], y[i : i + 1])
+        total = np.sqrt(sum(np.sum(np.square(s)) for s in sums))
+        assert total <= 0.5 * (1 + 1e-6)
+        norm = np.sqrt(norms[0])
+        if clipping == "flat":
+            np.testing.assert_allclose(total, min(norm, 0.5), rtol=1e-5)
+        if clipping == "automatic":
+            expected = 0.5 * norm / (norm + 0.01)
+            np.testing.assert_allclose(total, expected, rtol=1e-5)
+        if clipping == "global":
+            expected = norm if norm <= 0.5 else 0.0
+            np.testing.assert_allclose(total, expected, rtol=1e-5)
+        if isinstance(clipping, (list, dict)):
+            first = np.sqrt(sum(np.sum(np.square(s)) for s in sums[:2]))
+            assert first <= 0.3 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic", [0.3, 0.4]], ids=str)
+def test_check_gradients_reports_rounding_only(clipping, float64):
+    x = keras.Input((5,))
+    y = layers.Dropout(0.5)(layers.Dense(4, activation="tanh")(x))
+    model = compiled(
+        DPModel(
+            x,
+            layers.Dense(3)(y),
+            l2_norm_clip=0.5,
+            noise_multiplier=1.0,
+            clipping=clipping,
+        )
+    )
+    x, y = data()
+    report = keras_fastclip.check_gradients(model, x[:6], y[:6])
+    assert report.relative_error < 1e-9
+    assert set(report.by_layer) == {u.path for u in model._privacy._plan.units}
+    assert "largest relative error" in str(report)
+
+
+# -- make_private ------------------------------------------------------------
+
+
+class Plain(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.head = layers.Dense(3)
+
+    def call(self, x):
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", ["functional", "sequential", "subclassed"])
+def test_make_private_keeps_class_and_weights(kind, tmp_path):
+    x, y = data()
+    inputs = keras.Input((5,))
+    model = {
+        "functional": lambda: keras.Model(inputs, layers.Dense(3)(inputs)),
+        "sequential": lambda: keras.Sequential([layers.Dense(3)]),
+        "subclassed": Plain,
+    }[kind]()
+    model(x)
+    cls, weights = type(model), model.get_weights()
+    assert make_private(model, **SETTINGS) is model
+    assert type(model) is cls
+    for found, right in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(found, right)
+    compiled(model).fit(
+        x,
+        y,
+        batch_size=16,
+        verbose=0,
+        callbacks=[keras_fastclip.EpsilonTracker(1e-3)],
+    )
+    assert 0 < model.privacy_spent(1e-3, "rdp") < np.inf
+    if kind != "subclassed":
+        model.save(str(tmp_path / "model.keras"))
+        assert (
+            type(keras.saving.load_model(str(tmp_path / "model.keras"))) is cls
+        )
+
+
+def test_private_models_are_freed():
+    model = compiled(functional())
+    x, y = data()
+    model.fit(x, y, verbose=0)
+    gone = weakref.ref(model)
+    del model
+    keras.backend.clear_session()
+    gc.collect()
+    assert gone() is None
+
+
+# -- the package -------------------------------------------------------------
+
+
+def test_import_is_light():
+    code = (
+        "import sys, keras_fastclip; "
+        "heavy = {'tensorflow_privacy', 'matplotlib', 'keras_hub'}; "
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) "
+        "else 0)"
+    )
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+def test_all_public_names_exist():
+    for name in keras_fastclip.__all__:
+        assert getattr(keras_fastclip, name) is not None
