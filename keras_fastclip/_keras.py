@@ -16,9 +16,6 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
 from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
-from keras.src.trainers.data_adapters.array_slicing import (
-    train_validation_split,
-)
 from keras.src.trainers.data_adapters.data_adapter_utils import (
     class_weight_to_sample_weights,
 )
@@ -28,7 +25,6 @@ from tensorflow.python.eager import context as tf_context
 __all__ = [
     "Functional",
     "class_weight_to_sample_weights",
-    "train_validation_split",
 ]
 
 
@@ -140,16 +136,16 @@ def compiled_metrics(model: keras.Model, y, y_pred, sample_weight):
         compiled.build(y, y_pred)
     flat_y, flat_pred = compiled._flatten_y(y), compiled._flatten_y(y_pred)
     none = [None] * len(flat_y)
-    weights = (
-        none if sample_weight is None else compiled._flatten_y(sample_weight)
-    )
-    if len(weights) < len(flat_y):
-        weights = [weights[0]] * len(flat_y)
+    given = none
+    if sample_weight is not None:
+        given = compiled._flatten_y(sample_weight)
+    if len(given) < len(flat_y):
+        given = given[:1] * len(flat_y)
     return [
         (metric, target, prediction, weight)
         for lists, weights in (
             (compiled._flat_metrics, none),
-            (compiled._flat_weighted_metrics, weights),
+            (compiled._flat_weighted_metrics, given),
         )
         for metrics, target, prediction, weight in zip(
             lists, flat_y, flat_pred, weights, strict=False
@@ -166,6 +162,14 @@ def autocast(layer: keras.Layer):
         return
     with AutocastScope(layer.compute_dtype):
         yield
+
+
+def identity(tensor: tf.Tensor) -> tf.Tensor:
+    """A new tensor with the value, and the mask, of another."""
+    same, mask = tf.identity(tensor), mask_of(tensor)
+    if mask is not None:
+        same._keras_mask = mask
+    return same
 
 
 def mask_of(tensor: Any) -> tf.Tensor | None:
@@ -223,7 +227,8 @@ def preprocessed(model: keras.Model, data: Any, batch_size: int) -> Any:
     if data is None or not hasattr(model, "preprocess_samples"):
         return data
     if not isinstance(data, tf.data.Dataset):
-        data = tf.data.Dataset.from_tensor_slices(data).batch(batch_size)
+        present = tuple(part for part in data if part is not None)
+        data = tf.data.Dataset.from_tensor_slices(present).batch(batch_size)
     return data.map(model.preprocess_samples)
 
 

@@ -325,8 +325,9 @@ def _by_rule(unit, key, layout, arguments):
     psi = rest[0] if rest else getattr(unit.layer, "activation", None)
     rows = layout.outputs[0] if layout.outputs else ONE_ROW
     if callable(omega):
-        if rows != ONE_ROW:
-            # A user's Ω knows one row an example.
+        if rows != ONE_ROW or unit.random:
+            # A user's Ω knows one row an example, and the derivative of ζ
+            # would be taken with other random numbers than ζ itself.
             return None
 
         def to_zeta(*args, **kwargs):
@@ -347,31 +348,37 @@ def _by_rule(unit, key, layout, arguments):
         trained = {id(v) for v in unit.variables}
         terms = [t for t in omega if id(t.variables[0]) in trained]
     # A tensor of its own, for the tape to watch.
-    zetas = [tf.identity(zeta)]
+    zetas = [_keras.identity(zeta)]
     call = Call(unit, key, zetas, rows, terms, single=True)
     return call, lambda zetas: psi(zetas[0]) if psi else zetas[0]
 
 
 def _by_fallback(unit, key, layout, method, arguments):
     layer, training = unit.layer, _keras.training_phase(unit.layer)
+    leaves = tensors(arguments)
+    masked = [
+        i for i, leaf in enumerate(leaves) if _keras.mask_of(leaf) is not None
+    ]
 
-    def again(*args, **kwargs):
+    def again(masks, args, kwargs):
+        for i, mask in zip(masked, masks, strict=True):
+            tensors((args, kwargs))[i]._keras_mask = mask
         if training is not None:
-            kwargs["training"] = training
+            kwargs = {**kwargs, "training": training}
         return layer(*args, **kwargs)
 
     seeds = _seeds_by_example(layer, arguments, layout) if unit.random else ()
     term = LayerLocal(
         again,
         unit.variables,
-        arguments,
-        layout.inputs,
+        (([_keras.mask_of(leaves[i]) for i in masked], *arguments), {}),
+        (*(layout.inputs[i] for i in masked), *layout.inputs),
         layout.outputs,
         seeds,
     )
     args, kwargs = arguments
     outputs = term.forward() if unit.random else method(*args, **kwargs)
-    zetas = [tf.identity(output) for output in float_tensors(outputs)]
+    zetas = [_keras.identity(output) for output in float_tensors(outputs)]
 
     def finish(zetas):
         zetas = iter(zetas)

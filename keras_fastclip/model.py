@@ -187,9 +187,7 @@ class PrivateTraining:
             )
         arrays = sampling.as_arrays((x, y, sample_weight))
         if validation_split and validation_data is None:
-            arrays, validation_data = _keras.train_validation_split(
-                arrays, validation_split
-            )
+            arrays, validation_data = sampling.split(arrays, validation_split)
         if class_weight is not None:
             arrays = _with_class_weight(arrays, class_weight)
         count = sampling.num_examples(arrays)
@@ -210,7 +208,11 @@ class PrivateTraining:
             privacy.sampling_rng,
             static_shapes=bool(self.jit_compile),
             transform=transform,
-        ).take(steps_per_epoch or math.ceil(count / batch_size))
+        )
+        steps_per_epoch = steps_per_epoch or math.ceil(count / batch_size)
+        if self.steps_per_execution > 1:
+            # Keras would run on past the end of an epoch.
+            data, steps_per_epoch = data.take(steps_per_epoch), None
         mechanism = accounting.PoissonSampling(
             num_examples=count,
             expected_batch_size=batch_size,
@@ -227,6 +229,7 @@ class PrivateTraining:
             return fit(
                 data,
                 shuffle=False,
+                steps_per_epoch=steps_per_epoch,
                 validation_data=_keras.preprocessed(
                     self, validation_data, validation_batch_size
                 ),

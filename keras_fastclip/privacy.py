@@ -78,7 +78,7 @@ class Privacy:
     neither the key of the noise nor anything else here is saved with weights.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger | None = None):
+    def __init__(self, settings: Settings):
         self.settings = settings
         self.clipping = clipping.get(settings.clipping, settings.l2_norm_clip)
         self.method = methods.METHODS[settings.method]
@@ -89,7 +89,7 @@ class Privacy:
             # Counts in the graph of the step itself, so no step is missed.
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.nonfinite = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self._ledger = ledger or Ledger()
+        self._ledger = Ledger()
         self._recorded = 0
         self._mechanism: PoissonSampling | Unaccounted = OUTSIDE_FIT
         self.sampling_rng = np.random.default_rng(settings.seed)
@@ -113,7 +113,10 @@ class Privacy:
 
     @ledger.setter
     def ledger(self, ledger: Ledger) -> None:
+        """Goes on from a ledger, with step numbers that were not used yet."""
         self._ledger = ledger
+        self._recorded = ledger.total_steps
+        self.steps.assign(self._recorded)
 
     @contextlib.contextmanager
     def steps_by(self, mechanism: PoissonSampling) -> Iterator[None]:
@@ -155,11 +158,11 @@ class Privacy:
         self, model: keras.Model, batch: tuple, batch_size: int | None
     ) -> None:
         """Before training: checks the model and fixes what is traced."""
-        before = self._plan, self.expected_batch_size
+        plan, size = self._plan, self.expected_batch_size
         if self.settings.expected_batch_size is None and batch_size is not None:
             self.expected_batch_size = batch_size
-        self.denominator()
-        if (self.plan(model, batch), self.expected_batch_size) != before:
+        new_size = self.denominator() != size
+        if self.plan(model, batch) is not plan or new_size:
             model.train_function = None
 
     def plan(self, model: keras.Model, batch: tuple[Any, Any, Any]) -> Plan:
@@ -186,14 +189,20 @@ class Privacy:
         return self._plan
 
     def _signature_of(self, model, batch):
-        x, y, _ = batch
-        leaves = [
-            leaf for leaf in keras.tree.flatten((x, y)) if leaf is not None
+        # The library's own losses are right whatever the sample weights are.
+        custom = getattr(model, "compute_per_example_loss", None)
+        seen = batch[:2] if custom is None else batch
+        ranks = [
+            None if leaf is None else len(leaf.shape)
+            for leaf in keras.tree.flatten(seen)
         ]
         return (
-            tuple(id(v) for v in model.trainable_variables),
-            id(model._compile_loss),
-            tuple(len(leaf.shape) for leaf in leaves),
+            [id(v) for v in model.trainable_variables],
+            # BatchNormalization need not have weights to be frozen.
+            [layer.trainable for layer in _keras.layers_of(model)],
+            # Held here, so that no other loss gets its id.
+            model._compile_loss,
+            ranks,
         )
 
 

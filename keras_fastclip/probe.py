@@ -7,11 +7,12 @@ The probe runs the model eagerly on a few examples of its own data and asks:
    running batches of two sizes.
 2. *State.* Does the forward pass write anything about the data into variables?
 3. *Mixing.* Does the loss of an example depend on another example, by value or
-   by derivative?
-4. *Coverage.* With every captured ζ cut, does any trained weight still reach
-   the losses?
-5. *Norms.* Do the rules give the norms and sums that plain automatic
-   differentiation gives, example by example?
+   by derivative, or on how many there are?
+4. *Coverage.* With the weights held constant inside the captured calls, does
+   any trained weight still reach the losses?
+5. *Rules.* Do they compute what their layers compute, and do they give the
+   norms and sums that plain automatic differentiation gives, example by
+   example?
 
 A model that passes is clipped exactly; one that does not is refused with the
 name of the layer and a remedy. Nothing the probe does changes the model: all
@@ -30,9 +31,14 @@ import tensorflow as tf
 from keras_fastclip import _keras, capture, methods
 from keras_fastclip.capture import Layout, Plan, Recording, Unit
 from keras_fastclip.losses import first_tensor, per_example_losses
-from keras_fastclip.registry.fallback import float_tensors, tensors
+from keras_fastclip.registry.fallback import (
+    UserRule,
+    float_tensors,
+    tensors,
+    with_tensors,
+)
 from keras_fastclip.registry.lookup import LayerRegistry
-from keras_fastclip.registry.terms import ONE_ROW, Rows
+from keras_fastclip.registry.terms import ONE_ROW, Rows, squared_norm
 
 EXAMPLES = 4
 
@@ -79,32 +85,39 @@ def probe(
 class _Probe:
     def __init__(self, model, batch, registry, strict):
         self.model, self.registry, self.strict = model, registry, strict
-        self.batch = _examples(batch, EXAMPLES)
+        self.data = _usable(batch)
+        self.batch = _examples(self.data)
+        kept = [*model.non_trainable_variables, *_keras.seed_states(model)]
+        saved = _keras.values(kept)
         # Builds what is not built yet.
         _keras.call_model(model, self.batch[0], training=False)
+        _assign(kept, saved)
         self.state = _State(model)
 
     def run(self) -> Plan:
         with self.state.unchanged():
             self._check_loss_and_randomness()
-            self._check_values()
+            self._check_values(self.batch)
+            self._check_integers()
+            self._check_size()
             units = self._find_units()
             plan = Plan(units, self._layouts(units), None)
             self._check_coverage(plan)
+            self._check_rules(plan)
             return self._check_derivatives(plan)
 
     # -- running the model -------------------------------------------------
 
-    def _losses(self, batch):
+    def _losses(self, batch, training=True):
         x, y, sample_weight = batch
-        y_pred = _keras.call_model(self.model, x)
+        y_pred = _keras.call_model(self.model, x, training)
         return per_example_losses(self.model, x, y, y_pred, sample_weight)
 
-    def _run(self, batch, units=(), handler=None):
+    def _run(self, batch, units=(), handler=None, training=True):
         """Losses from a fresh start, with calls of the units intercepted."""
         self.state.restore()
         with capture.intercept(units, handler):
-            return self._losses(batch)
+            return self._losses(batch, training)
 
     # -- 2 and 3: state and mixing, by value --------------------------------
 
@@ -121,27 +134,47 @@ class _Probe:
                     "a keras.random.SeedGenerator."
                 )
         self.base = self._run(self.batch)
-        self.base_state = self.state.current()
+        self.random = self.state.seed_tensorflow or self.state.seeds_moved()
 
-    def _check_values(self):
+    def _check_values(self, batch):
         """Exchanges one example after the other and looks at the rest."""
+        base, state = self._run(batch), self.state.current()
         for j in range(EXAMPLES):
-            changed = _with_other_example(self.batch, j)
+            changed = _with_other_example(batch, j)
             losses = self._run(changed)
-            self._check_state(self.state.current())
+            self._check_state(state)
             others = [i for i in range(EXAMPLES) if i != j]
-            if not np.allclose(
-                np.take(losses, others),
-                np.take(self.base, others),
-                rtol=_tolerance(self.base),
-                atol=_tolerance(self.base) * float(np.max(np.abs(self.base))),
-                equal_nan=True,
+            if not _close(
+                np.take(losses, others), np.take(base, others), _tolerance(base)
             ):
-                raise NotPrivateError(self._mixing_message(changed, j))
+                raise NotPrivateError(self._mixing_message(batch, changed, j))
 
-    def _check_state(self, state):
+    def _check_integers(self):
+        """As above, with integers that tell the examples apart."""
+        if any(t.dtype.is_integer for t in tensors(self.batch[0])):
+            # Made-up numbers need not be ones that the model takes.
+            with contextlib.suppress(tf.errors.InvalidArgumentError):
+                self._check_values(_with_spread_integers(self.batch, self.data))
+
+    def _check_size(self):
+        """Takes an example away and looks at the rest."""
+        # With fewer rows, other random numbers are drawn.
+        training = not self.random
+        base = self._run(self.batch, training=training)
+        state = self.state.current()
+        losses = self._run(_without_last(self.batch), training=training)
+        self._check_state(state)
+        tolerance = _rounding(_keras.layers_of(self.model))
+        if not _close(losses, base[:-1], tolerance):
+            raise NotPrivateError(
+                "The loss of one example changes with the number of examples "
+                "in the batch, so no bound on the influence of a single "
+                f"example holds. {_remedy(None)}"
+            )
+
+    def _check_state(self, right):
         for variable, before, after in zip(
-            self.state.variables, self.base_state, state, strict=True
+            self.state.variables, right, self.state.current(), strict=True
         ):
             if not np.array_equal(before, after, equal_nan=True):
                 layer = self._owner(variable)
@@ -157,7 +190,7 @@ class _Probe:
                 return layer
         return self.model
 
-    def _mixing_message(self, changed, j):
+    def _mixing_message(self, batch, changed, j):
         """Finds the first layer that carries a change to other examples."""
         layers = [
             Unit(layer, f"{index}", (), None)
@@ -167,12 +200,13 @@ class _Probe:
         seen = {}
 
         def note(unit, key, method, args, kwargs):
+            inputs = tensors((args, kwargs))  # The call may change a dict.
             outputs = method(*args, **kwargs)
-            pair = (tensors((args, kwargs)), tensors(outputs))
+            pair = (inputs, tensors(outputs))
             seen.setdefault(key, (unit.layer, []))[1].append(pair)
             return outputs
 
-        self._run(self.batch, layers, note)
+        self._run(batch, layers, note)
         self._run(changed, layers, note)
 
         def leaks(before, after):
@@ -244,11 +278,7 @@ class _Probe:
 
     def _layouts(self, units):
         """Rows of each call, from batches of two sizes."""
-        repeats = {}
-        smaller = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else leaf[: EXAMPLES - 1],
-            self.batch,
-        )
+        repeats, smaller = {}, _without_last(self.batch)
         while True:
             _, large = self._observe(units, self.batch, repeats)
             _, small = self._observe(units, smaller, repeats)
@@ -308,8 +338,9 @@ class _Probe:
                 args, kwargs = capture.repeated(
                     (args, kwargs), repeats[key], size
                 )
+            inputs = tensors((args, kwargs))
             outputs = method(*args, **kwargs)
-            seen[key] = (tensors((args, kwargs)), float_tensors(outputs))
+            seen[key] = (inputs, float_tensors(outputs))
             return outputs
 
         return self._run(batch, units, note), seen
@@ -342,34 +373,74 @@ class _Probe:
     # -- 4: coverage --------------------------------------------------------
 
     def _check_coverage(self, plan):
-        """Cuts every ζ; no trained weight may still reach the losses."""
+        """Holds the weights of every unit constant while it is called."""
         variables = self.model.trainable_variables
         raw = [_keras.raw(v) for v in variables]
 
-        def cut(unit, key, method, args, kwargs):
-            if unit.rule is not None:
-                call, finish = capture.captured(
-                    unit, key, plan.layouts[key], method, args, kwargs, EXAMPLES
-                )
-                if call.single:
-                    return finish([tf.stop_gradient(z) for z in call.zetas])
-            # The fallback accounts for what the layer reads inside its call.
+        def hold(unit, key, method, args, kwargs):
             with _keras.weights_as_constants(unit.variables):
                 return method(*args, **kwargs)
 
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(raw)
-            losses = self._run(self.batch, plan.units, cut)
+            losses = self._run(self.batch, plan.units, hold)
         gradients = tape.gradient(losses, raw)
         for variable, gradient in zip(variables, gradients, strict=True):
             if gradient is not None:
+                raise NotPrivateError(_uncovered_message(variable))
+
+    # -- 5: rules -----------------------------------------------------------
+
+    def _check_rules(self, plan):
+        """Compares what a rule computes with its layer, call by call."""
+
+        def compare(unit, key, method, args, kwargs):
+            seeds = _keras.seed_states(unit.layer)
+            drawn = _keras.values(seeds)
+            outputs = method(*args, **kwargs)
+            if unit.rule is None:
+                return outputs
+            _assign(seeds, drawn)
+            layout = plan.layouts[key]
+            call, finish = capture.captured(
+                unit, key, layout, method, args, kwargs, EXAMPLES
+            )
+            self._check_output(unit, finish(call.zetas), outputs)
+            # What is small beside large inputs shows at small ones.
+            args, kwargs = _scaled((args, kwargs), 0.01)
+            call, _ = capture.captured(
+                unit, key, layout, method, args, kwargs, EXAMPLES
+            )
+            for term in call.terms:
+                if isinstance(term, UserRule):
+                    self._check_omega(call, term)
+            return outputs
+
+        self._run(self.batch, plan.units, compare)
+
+    def _check_output(self, unit, found, outputs):
+        pairs = zip(float_tensors(found), float_tensors(outputs), strict=True)
+        for mine, right in pairs:
+            # A call without a batch axis may have been given one.
+            mine, right = np.broadcast_arrays(_float64(mine), _float64(right))
+            if not _close(mine, right, _rounding([unit.layer])):
                 raise NotPrivateError(
-                    f"The weight {variable.path!r} reaches the loss in a way "
-                    "that cannot be captured: it is read outside the call of "
-                    "the layer that owns it, or inside a compiled function or "
-                    "rematerialized block. Use it only inside its own layer "
-                    "(call the layer again to tie weights), or freeze it."
+                    f"The rule for layer {unit.path!r} computes another "
+                    "output than the layer. Compare its zeta, and its psi or "
+                    "the layer's activation, with the layer's call."
                 )
+
+    def _check_omega(self, call, term):
+        """Ω of a user against the gradients of the user's ζ."""
+        zeta = call.zetas[0]
+        g = tf.cast(tf.random.stateless_normal(zeta.shape, [1, 2]), zeta.dtype)
+        found = _float64(term.omega(g, call.rows))
+        right = sum(
+            _float64(squared_norm(gradients))
+            for gradients in term.per_example(g, call.rows)
+        )
+        if not _close(found, right, _rounding([call.unit.layer])):
+            raise NotPrivateError(_wrong_rule_message("norms", call.unit.path))
 
     # -- 3 and 5: derivatives -----------------------------------------------
 
@@ -385,11 +456,17 @@ class _Probe:
                 losses = self._losses(self.batch)
             each = tf.unstack(losses)
         calls = recording.calls
+        self._check_same_model(calls, losses)
         self._report_fallbacks(calls)
         uses, reached = recording.backward(losses)
         if not uses:
-            raise NotPrivateError("The loss depends on no trained weight.")
+            raise NotPrivateError(
+                "The loss depends on no trained weight. Check that the loss "
+                "uses the model's outputs, and that layers which are to be "
+                "trained have trainable=True."
+            )
         parts = methods.make_parts(uses, methods.METHODS["bk_mixopt"])
+        covered = {id(v) for part in parts for v in part.variables}
         norms = [part.squared_norms() for part in parts]
         sums = [part.weighted_sum(tf.ones_like(norms[0])) for part in parts]
         total = {id(v): 0.0 for v in variables}
@@ -401,8 +478,12 @@ class _Probe:
                 id(v): 0.0 if g is None else _float64(g)
                 for v, g in zip(variables, gradients[len(zetas) :], strict=True)
             }
-            for key, gradient in gradients.items():
-                total[key] += gradient
+            for variable in variables:
+                total[id(variable)] += gradients[id(variable)]
+                if id(variable) not in covered and np.any(
+                    gradients[id(variable)]
+                ):
+                    raise NotPrivateError(_uncovered_message(variable))
             exact = [
                 sum(np.sum(np.square(gradients[id(v)])) for v in part.variables)
                 for part in parts
@@ -418,6 +499,19 @@ class _Probe:
                 scale = max(np.sum(np.square(right)), 1e-4 * whole)
                 self._require_close(part, gap, scale, "sums")
         return Plan(plan.units, plan.layouts, frozenset(reached))
+
+    def _check_same_model(self, calls, losses):
+        """Rules must compute what their layers compute."""
+        if any(call.unit.random and not call.single for call in calls):
+            return  # other random numbers, so other losses
+        tolerance = max(_tolerance(losses), 1e-2 * _is_half(self.model))
+        if not np.allclose(losses, self.base, rtol=tolerance, atol=tolerance):
+            raise NotPrivateError(
+                "With rules in place of its layers' `call` the model computes "
+                f"other losses: {np.array(losses)} in place of "
+                f"{np.array(self.base)}. A rule returns a zeta (or psi) that "
+                "is not what its layer computes."
+            )
 
     def _check_rows(self, calls, gradients, j):
         for call in calls:
@@ -448,12 +542,7 @@ class _Probe:
         limit = tolerance * scale if what == "norms" else tolerance**2 * scale
         if abs(float(gap)) > limit + 1e-30 and np.isfinite(float(scale)):
             layers = sorted({use.unit.path for use in part.uses})
-            raise NotPrivateError(
-                f"The {what} that the rule for {layers} gives are not those "
-                "of plain differentiation. If the rule is yours, compare its "
-                "zeta and omega with the layer's call; otherwise please "
-                "report the model."
-            )
+            raise NotPrivateError(_wrong_rule_message(what, *layers))
 
     def _report_fallbacks(self, calls):
         paths = {}
@@ -489,7 +578,8 @@ class _State:
     def __init__(self, model):
         seeds = {id(state) for state in _keras.seed_states(model)}
         trained = {id(v) for v in model.trainable_variables}
-        metrics = {id(v) for m in model.metrics for v in m.variables}
+        self._metrics = [v for m in model.metrics for v in m.variables]
+        metrics = {id(v) for v in self._metrics}
         others = [
             v for v in model.variables if id(v) not in trained | seeds | metrics
         ]
@@ -497,16 +587,18 @@ class _State:
         self._seeds = _keras.seed_states(model)
         self._model = model
         self._saved = _keras.values(self.variables + self._seeds)
+        self._saved_metrics = _keras.values(self._metrics)
         self.seed_tensorflow = False
 
     def current(self):
         return _keras.values(self.variables)
 
+    def seeds_moved(self):
+        before = self._saved[len(self.variables) :]
+        return not np.array_equal(before, _keras.values(self._seeds))
+
     def restore(self):
-        for variable, value in zip(
-            self.variables + self._seeds, self._saved, strict=True
-        ):
-            variable.assign(value)
+        _assign(self.variables + self._seeds, self._saved)
         if self.seed_tensorflow:
             tf.random.set_seed(0)
 
@@ -517,31 +609,55 @@ class _State:
                 yield
             finally:
                 self.restore()
+                # Those of the losses of outputs are made by the first call.
                 self._model.reset_metrics()
+                _assign(self._metrics, self._saved_metrics)
 
 
-def _examples(batch, count):
-    """A few examples with finite values, repeated if there are too few."""
+def _assign(variables, values):
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _map(function, structure):
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else function(leaf), structure
+    )
+
+
+def _usable(batch):
+    """The first examples, without those that are not finite."""
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-    size = min(len(leaf) for leaf in leaves)
+    size = min(min(len(leaf) for leaf in leaves), 256)
     if size == 0:
         raise ValueError("There are no examples to train on.")
-    head = [tf.convert_to_tensor(leaf[: min(size, 256)]) for leaf in leaves]
-    usable = np.ones(len(head[0]), bool)
-    for leaf in head:
+    finite = np.ones(size, bool)
+    for leaf in leaves:
+        leaf = tf.convert_to_tensor(leaf[:size])
         if leaf.dtype.is_floating:
-            flat = np.array(leaf).reshape(len(usable), -1)
-            usable &= np.isfinite(flat).all(-1)
-    rows = np.flatnonzero(usable)
+            flat = np.array(leaf).reshape(size, -1)
+            finite &= np.isfinite(flat).all(-1)
+    rows = np.flatnonzero(finite)
     if not len(rows):
         raise ValueError(
             "None of the first examples is finite: the data hold NaN or inf."
         )
-    rows = np.resize(rows, count)
-    head = iter([tf.gather(leaf, rows) for leaf in head])
-    return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else next(head), batch
+    return _map(lambda leaf: tf.gather(leaf, rows), batch)
+
+
+def _examples(batch):
+    """A few examples from all over the batch, repeated if there are too few.
+
+    A weight of zero would hide what happens to its example.
+    """
+    size = len(first_tensor(batch))
+    rows = np.resize(np.arange(size), max(size, EXAMPLES))
+    rows = rows[np.linspace(0, len(rows) - 1, EXAMPLES).astype(int)]
+    x, y, sample_weight = _map(lambda leaf: tf.gather(leaf, rows), batch)
+    sample_weight = _map(
+        lambda w: tf.where(w == 0, tf.ones_like(w), w), sample_weight
     )
+    return x, y, sample_weight
 
 
 def _with_other_example(batch, j):
@@ -552,20 +668,68 @@ def _with_other_example(batch, j):
     order[j] = (j + 1) % EXAMPLES
 
     def other(leaf):
-        return None if leaf is None else tf.gather(leaf, order)
+        return tf.gather(leaf, order)
 
     def other_input(leaf):
         leaf = other(leaf)
-        if leaf is None or not leaf.dtype.is_floating:
+        if not leaf.dtype.is_floating:
             return leaf
         noise = np.zeros(leaf.shape)
         noise[j] = 0.1 * rng.standard_normal(noise[j].shape)
         return leaf + tf.cast(noise, leaf.dtype)
 
+    def other_weight(leaf):
+        factors = np.where(np.arange(EXAMPLES) == j, 2, 1)
+        factors = factors.reshape([-1] + [1] * (leaf.shape.rank - 1))
+        return other(leaf) * tf.cast(factors, leaf.dtype)
+
     return (
-        keras.tree.map_structure(other_input, x),
-        keras.tree.map_structure(other, y),
-        sample_weight,
+        _map(other_input, x),
+        _map(other, y),
+        _map(other_weight, sample_weight),
+    )
+
+
+def _with_spread_integers(batch, data):
+    """The batch with integer inputs that differ as much as the data's do.
+
+    Many examples may share the least and the greatest number of the data.
+    Here the first example gets small numbers and the last one large ones.
+    """
+    rng = np.random.default_rng(0)
+    x, y, sample_weight = batch
+
+    def spread(leaf, pool):
+        if not leaf.dtype.is_integer:
+            return leaf
+        values = np.unique(pool)
+        rows = []
+        for i in range(EXAMPLES):
+            first = i * len(values) // EXAMPLES
+            last = max((i + 1) * len(values) // EXAMPLES, first + 1)
+            rows.append(rng.choice(values[first:last], leaf.shape[1:]))
+        return tf.constant(np.stack(rows), leaf.dtype)
+
+    x = keras.tree.map_structure(
+        lambda leaf, pool: None if leaf is None else spread(leaf, pool),
+        x,
+        data[0],
+    )
+    return x, y, sample_weight
+
+
+def _without_last(batch):
+    return _map(lambda leaf: leaf[:-1], batch)
+
+
+def _scaled(arguments, factor):
+    """The arguments of a call with smaller numbers."""
+    return with_tensors(
+        arguments,
+        [
+            t * tf.cast(factor, t.dtype) if t.dtype.is_floating else t
+            for t in tensors(arguments)
+        ],
     )
 
 
@@ -628,6 +792,26 @@ def _tolerance(losses):
     return 1e-9 if losses.dtype == tf.float64 else 2e-5
 
 
+def _rounding(layers):
+    """What results of the layers may differ by, relative to the largest."""
+    dtypes = {layer.compute_dtype for layer in layers}
+    return max(NORM_TOLERANCE.get(dtype, 0) for dtype in dtypes)
+
+
+def _close(found, right, tolerance):
+    """Whether arrays are equal to rounding; what is not finite must agree."""
+    finite = np.abs(right)[np.isfinite(right)]
+    largest = float(np.max(finite)) if finite.size else 0.0
+    return np.allclose(
+        found, right, rtol=tolerance, atol=tolerance * largest, equal_nan=True
+    )
+
+
+def _is_half(model):
+    layers = _keras.layers_of(model)
+    return any(x.compute_dtype in ("float16", "bfloat16") for x in layers)
+
+
 def _float64(gradient):
     return np.array(tf.convert_to_tensor(gradient)).astype("float64")
 
@@ -655,6 +839,25 @@ def _remedy(layer):
     return (
         "Let every example be computed from its own data alone, without sums, "
         "means, sorting or statistics over the batch axis."
+    )
+
+
+def _uncovered_message(variable):
+    return (
+        f"The weight {variable.path!r} reaches the loss in a way that cannot "
+        "be captured: it is read outside the call of the layer that owns it, "
+        "or inside a compiled function or rematerialized block. Use it only "
+        "inside its own layer (call the layer again to tie weights), or "
+        "freeze it."
+    )
+
+
+def _wrong_rule_message(what, *layers):
+    return (
+        f"The {what} that the rule for {', '.join(map(repr, layers))} gives "
+        "are not those of plain differentiation. If the rule is yours, compare "
+        "its zeta and omega with the layer's call; otherwise please report the "
+        "model."
     )
 
 

@@ -252,6 +252,24 @@ def as_arrays(structure: Any) -> Any:
     return array
 
 
+def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
+    """The data without its last part, and that part, for validation."""
+    count = num_examples(arrays)
+    kept = math.floor(count * (1 - fraction))
+    if not 0 < kept < count:
+        raise ValueError(
+            f"validation_split={fraction!r} of {count} examples leaves no "
+            "example for training or none for validation."
+        )
+
+    def part(rows):
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else leaf[rows], arrays
+        )
+
+    return part(slice(None, kept)), part(slice(kept, None))
+
+
 def head(arrays: Any, rows: int = 64) -> Any:
     """The first rows of every array."""
     return tf.nest.map_structure(

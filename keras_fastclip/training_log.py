@@ -65,7 +65,9 @@ def update(
 def _update_real_rows(metrics, real):
     for metric, *arguments in metrics:
         y, y_pred, weight = _real_rows(tuple(arguments), real)
-        metric.update_state(y, y_pred, sample_weight=weight)
+        # Metrics need not take weights if there are none.
+        weights = {} if weight is None else {"sample_weight": weight}
+        metric.update_state(y, y_pred, **weights)
     return True
 
 

@@ -10,7 +10,8 @@ from keras import layers
 from scipy import stats
 
 import keras_fastclip
-from tests.test_zoo import CLIP, private
+from keras_fastclip.checking import loop_over_examples
+from tests.test_zoo import CLIP, private, relative_error
 from tests.zoo import BATCH, ZOO, NoisyQuadratic, cross_entropy, labels, random
 
 pytestmark = pytest.mark.filterwarnings("ignore:No rule is registered")
@@ -221,3 +222,33 @@ def test_optimizer_gets_the_private_gradient(optimizer):
     model.train_step((x, y))
     for found, value in zip(model.get_weights(), expected, strict=True):
         np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "encoder", "custom_with_rule"])
+def test_mixed_bfloat16_takes_norms_in_float32(name):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        model, x, y = private(name)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    sums, norms = tf.function(model.clipped_gradients)(x, y)
+    assert norms.dtype == tf.float32
+    exact, exact_norms = loop_over_examples(
+        model, (x, y, None), model._privacy.clipping
+    )
+    np.testing.assert_allclose(norms, exact_norms, rtol=0.1)
+    for i in range(3):
+        moved = update(model, (x[i : i + 1], y[i : i + 1]))
+        assert norm(moved) <= CLIP * (1 + 1e-2)
+
+
+def test_float32_is_within_rounding_of_the_loop():
+    for name in ("mlp", "cnn", "resnet", "encoder", "decoder"):
+        model, x, y = private(name)
+        report = keras_fastclip.check_gradients(model, x, y)
+        assert report.norm_error < 1e-5
+        right, _ = loop_over_examples(
+            model, (x, y, None), model._privacy.clipping
+        )
+        sums, _ = model.clipped_gradients(x, y)
+        assert relative_error(sums, right) < 1e-5

@@ -100,6 +100,22 @@ class ClassToken(layers.Layer):
         return ops.concatenate([token, x], axis=1)
 
 
+class GatedAttention(layers.Layer):
+    """Its sublayer finds the mask on the tensor, not among the arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, 4)
+        self.supports_masking = True
+
+    def build(self, shape):
+        self.gate = self.add_weight(shape=(shape[-1],), initializer="normal")
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return x + self.gate * self.attention(x, x)
+
+
 class Positions(layers.Layer):
     """Looks positions up without a batch axis."""
 
@@ -260,6 +276,18 @@ def own_weight_and_sublayer():
         return make(x, layers.Dense(CLASSES)(y[:, 0]))
 
     return build, random(BATCH, 4, 5), labels(BATCH), cross_entropy()
+
+
+@entry
+def implicit_masks():
+    def build(make):
+        x = keras.Input((6,), dtype="int32")
+        y = layers.ReversibleEmbedding(5, 4, mask_zero=True)(x)
+        y = GatedAttention()(y)
+        return make(x, layers.Dense(5)(y))
+
+    tokens = labels(BATCH, 7, high=5)
+    return build, tokens[:, :-1], tokens[:, 1:], cross_entropy()
 
 
 @entry

@@ -1,0 +1,221 @@
+"""What the library relies on inside Keras, one test for each private name."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from keras_fastclip import _keras
+
+
+def small():
+    x = keras.Input((4,))
+    inner = keras.Sequential([layers.Dense(3), layers.Dropout(0.5)])
+    return keras.Model(x, layers.Dense(2)(inner(x)))
+
+
+def test_layers_of_reaches_nested_layers_once():
+    model = small()
+    found = _keras.layers_of(model)
+    assert found[0] is model
+    assert sum(isinstance(layer, layers.Dense) for layer in found) == 2
+    assert len({id(layer) for layer in found}) == len(found)
+    owned = [
+        v for layer in found for v in _keras.own_trainable_variables(layer)
+    ]
+    assert {id(v) for v in owned} == {id(v) for v in model.trainable_variables}
+
+
+def test_own_trainable_variables_leaves_out_what_is_frozen():
+    dense = layers.Dense(3)
+    dense.build((None, 4))
+    dense.enable_lora(2)
+    names = [v.name for v in _keras.own_trainable_variables(dense)]
+    assert names == ["bias", "lora_kernel_a", "lora_kernel_b"]
+    dense.trainable = False
+    assert _keras.own_trainable_variables(dense) == []
+
+
+def test_raw_is_the_variable_that_tapes_follow():
+    dense = layers.Dense(3)
+    dense.build((None, 4))
+    raw = _keras.raw(dense.kernel)
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(raw)
+        y = dense(tf.ones((2, 4)))
+    assert tape.gradient(y, raw).shape == (4, 3)
+    assert isinstance(raw, tf.Variable)
+
+
+def test_seed_states_move_when_dropout_draws():
+    model = small()
+    x = tf.ones((2, 4))
+    assert _keras.draws_random_numbers(model, x)
+    assert len(_keras.seed_states(model)) == 2  # the layer's and the global one
+    before = _keras.values(_keras.seed_states(model))
+    model(x, training=False)
+    assert np.array_equal(before, _keras.values(_keras.seed_states(model)))
+
+
+def test_training_phase_is_seen_inside_a_call():
+    class Look(layers.Layer):
+        def call(self, x):
+            self.seen = _keras.training_phase(self)
+            return x
+
+    look = Look()
+    model = keras.Sequential([look])
+    model(tf.ones((1, 2)), training=True)
+    assert look.seen is True
+    model(tf.ones((1, 2)), training=False)
+    assert look.seen is False
+
+
+def test_training_can_be_passed_to_a_layer_without_that_argument():
+    class Block(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.dropout = layers.Dropout(0.999)
+
+        def call(self, x):
+            return self.dropout(x)
+
+    block = Block()
+    assert np.sum(block(tf.ones((4, 100)), training=True)) != 400
+    assert np.sum(block(tf.ones((4, 100)), training=False)) == 400
+
+
+def test_own_losses_hold_what_add_loss_got():
+    class Extra(layers.Layer):
+        def call(self, x):
+            self.add_loss(tf.reduce_sum(x, -1))
+            return x
+
+    extra = Extra()
+    extra(tf.ones((3, 2)))
+    (loss,) = _keras.own_losses(extra)
+    np.testing.assert_array_equal(loss, [2, 2, 2])
+
+
+def test_compiled_losses_can_be_replaced_and_come_back():
+    x = keras.Input((4,))
+    model = keras.Model(x, [layers.Dense(2)(x), layers.Dense(3)(x)])
+    model.compile("sgd", ["mse", "mae"], loss_weights=[1.0, 10.0])
+    x, y = tf.ones((5, 4)), (tf.ones((5, 2)), tf.ones((5, 3)))
+    pred = model(x)
+    plain = _keras.compiled_loss(model, y, pred, None)
+
+    class Ones:
+        def __call__(self, y_true, y_pred, sample_weight=None):
+            return tf.ones(5)
+
+    class Quiet:
+        def update_state(self, values, sample_weight=None):
+            assert values.shape == (5,)
+
+    with _keras.compiled_losses_replaced(
+        model, lambda loss: Ones(), lambda metric: Quiet()
+    ) as compiled:
+        np.testing.assert_array_equal(compiled(y, pred), np.full(5, 11.0))
+    again = _keras.compiled_loss(model, y, pred, None)
+    np.testing.assert_array_equal(plain, again)
+
+
+def test_compiled_metrics_are_listed_with_their_outputs():
+    x = keras.Input((4,))
+    model = keras.Model(x, [layers.Dense(2)(x), layers.Dense(3)(x)])
+    model.compile(
+        "sgd", "mse", metrics=[["mae"], []], weighted_metrics=[[], ["mse"]]
+    )
+    y = (tf.ones((5, 2)), tf.ones((5, 3)))
+    found = _keras.compiled_metrics(model, y, model(tf.ones((5, 4))))
+    described = [(target.shape[1], i, w) for _, target, _, i, w in found]
+    assert described == [(2, 0, False), (3, 1, True)]
+
+
+def test_masks_hang_on_tensors():
+    embedding = layers.Embedding(5, 2, mask_zero=True)
+    output = embedding(tf.constant([[0, 1]]))
+    np.testing.assert_array_equal(_keras.mask_of(output), [[False, True]])
+    assert _keras.mask_of(tf.ones(3)) is None
+
+
+def test_autocast_casts_weights_of_mixed_precision():
+    dense = layers.Dense(3, dtype="mixed_bfloat16")
+    dense.build((None, 4))
+    with _keras.autocast(dense):
+        assert tf.convert_to_tensor(dense.kernel).dtype == tf.bfloat16
+    assert tf.convert_to_tensor(dense.kernel).dtype == tf.float32
+
+
+def test_weights_as_constants_hide_from_tapes_and_nest():
+    first, second = layers.Dense(3), layers.Dense(3)
+    first.build((None, 3))
+    second.build((None, 3))
+    raws = [_keras.raw(first.kernel), _keras.raw(second.kernel)]
+    with tf.GradientTape(persistent=True) as tape:
+        with _keras.weights_as_constants([first.kernel]):
+            y = second(first(tf.ones((1, 3))))
+            with _keras.weights_as_constants([second.kernel]):
+                z = second(first(tf.ones((1, 3))))
+    assert tape.gradient(y, raws[0]) is None
+    assert tape.gradient(y, raws[1]) is not None
+    assert tape.gradient(z, raws[0]) is None
+    assert tape.gradient(z, raws[1]) is None
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_tensorflow_seed_is_kept(seed):
+    tf.random.set_seed(seed)
+    expected = [float(tf.random.normal([])) for _ in range(2)]
+    tf.random.set_seed(seed)
+    first = float(tf.random.normal([]))
+    with _keras.tensorflow_seed_kept():
+        tf.random.set_seed(3)
+        tf.random.normal([])
+    second = float(tf.random.normal([]))
+    if seed is not None:
+        assert [first, second] == expected
+
+
+def test_eager_scope_records_on_tapes_while_tracing():
+    seen = []
+
+    @tf.function
+    def traced():
+        with _keras.eager_scope():
+            x = tf.constant(3.0)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = x * x
+            seen.append(float(tape.gradient(y, x)))
+        return tf.constant(0.0)
+
+    traced()
+    assert seen == [6.0]
+
+
+def test_functional_config_round_trip():
+    model = small()
+    config = _keras.functional_config(model)
+    inputs, outputs, name = _keras.functional_from_config(config, None)
+    again = keras.Model(inputs, outputs, name=name)
+    assert again.count_params() == model.count_params()
+    assert name == model.name
+
+
+def test_layers_with_input_keeps_the_input_layer():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+    assert len(_keras.layers_with_input(model)) == 2
+
+
+def test_keras_still_rewrites_bases_of_functional_subclasses():
+    """The reason for DPFunctional; when this fails it may be dropped."""
+
+    class Mine(keras.Model):
+        pass
+
+    x = keras.Input((4,))
+    Mine(x, layers.Dense(2)(x))
+    assert Mine.__bases__ == (_keras.Functional,)
