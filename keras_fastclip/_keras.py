@@ -197,13 +197,16 @@ def weights_as_constants(variables):
 
 @contextlib.contextmanager
 def tensorflow_seed_kept():
-    """Gives TensorFlow its global seed back."""
+    """Gives TensorFlow its global seed and stream of seeds back."""
     context = tf_context.context()
     seed, generator = context._seed, getattr(context, "_rng", None)
+    state = None if generator is None else generator.getstate()
     try:
         yield
     finally:
         context._seed, context._rng = seed, generator
+        if generator is not None:
+            generator.setstate(state)
 
 
 def preprocessing_of(model: keras.Model):

@@ -26,7 +26,12 @@ from keras_fastclip import (
     training_log,
 )
 from keras_fastclip.capture import Recording
-from keras_fastclip.privacy import Privacy, Settings, require_trainable
+from keras_fastclip.privacy import (
+    OUTSIDE_FIT,
+    Privacy,
+    Settings,
+    require_trainable,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,19 +102,8 @@ class PrivateTraining:
         clipped = clip(self, batch, real)
         noised = privacy.add_noise(clipped.sums)
         penalty, penalty_gradients = losses.regularization(self)
-        gradients = []
-        for variable in self.trainable_variables:
-            gradient = tf.zeros(variable.shape, variable.dtype)
-            if id(variable) in noised:
-                mean = noised[id(variable)] / privacy.denominator()
-                gradient = tf.cast(mean, variable.dtype)
-            gradient += penalty_gradients.get(id(variable), 0)
-            gradients.append(gradient)
-        scale = self.optimizer.loss_scale_factor or 1
-        self.optimizer.apply(
-            [gradient * scale for gradient in gradients],
-            self.trainable_variables,
-        )
+        gradients = _mean_gradients(self, noised, penalty_gradients)
+        self.optimizer.apply(gradients, self.trainable_variables)
         return training_log.update(self, batch, real, clipped, penalty)
 
     def clipped_gradients(
@@ -172,12 +166,17 @@ class PrivateTraining:
         }
         privacy = self._privacy
         require_trainable(self)
+        transform = _keras.preprocessing_of(self)
         if not sampling.is_arrays(x):
             batch, x = sampling.peek(x)
+            batch = batch if transform is None else transform(batch)
             privacy.prepare(self, batch, sampling.static_batch_size(x))
             return _inherited(self, "fit")(
                 x,
                 y,
+                batch_size=batch_size,
+                sample_weight=sample_weight,
+                validation_split=validation_split,
                 shuffle=shuffle,
                 class_weight=class_weight,
                 steps_per_epoch=steps_per_epoch,
@@ -198,7 +197,6 @@ class PrivateTraining:
                 f"batch_size={batch_size} is larger than the data, which has "
                 f"{count} examples. Use a smaller batch_size."
             )
-        transform = _keras.preprocessing_of(self)
         batch = sampling.head(arrays)
         batch = batch if transform is None else transform(batch)
         privacy.prepare(self, batch, batch_size)
@@ -251,13 +249,15 @@ class PrivateTraining:
         if transform is not None:
             batch = transform(batch)
         self._privacy.prepare(self, sampling.head(batch), None)
-        return _inherited(self, "train_on_batch")(
-            x,
-            y,
-            sample_weight=sample_weight,
-            class_weight=class_weight,
-            return_dict=return_dict,
-        )
+        # A callback may call this in the middle of a `fit`.
+        with self._privacy.steps_by(OUTSIDE_FIT):
+            return _inherited(self, "train_on_batch")(
+                x,
+                y,
+                sample_weight=sample_weight,
+                class_weight=class_weight,
+                return_dict=return_dict,
+            )
 
     def privacy_spent(self, delta: float, accountant: str = "pld") -> float:
         """ε at the given δ for all steps that the model has made.
@@ -289,6 +289,22 @@ class PrivateTraining:
         Counted over all steps, every time an example was drawn. Not private.
         """
         return int(self._privacy.nonfinite.numpy())
+
+
+def _mean_gradients(model, noised, penalty_gradients):
+    """What the optimizer gets for each of the trainable variables."""
+    # The optimizer divides by its loss scale; here no loss was scaled.
+    scale = model.optimizer.loss_scale_factor or 1
+    gradients = []
+    for variable in model.trainable_variables:
+        # Weights that the loss does not depend on get no noise either.
+        gradient = tf.zeros(variable.shape, variable.dtype)
+        if id(variable) in noised:
+            mean = noised[id(variable)] / model._privacy.denominator()
+            gradient = tf.cast(mean, variable.dtype)
+        gradient += penalty_gradients.get(id(variable), 0)
+        gradients.append(gradient * scale)
+    return gradients
 
 
 def _inherited(model: keras.Model, name: str):

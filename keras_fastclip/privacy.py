@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -119,20 +118,21 @@ class Privacy:
         self.steps.assign(self._recorded)
 
     @contextlib.contextmanager
-    def steps_by(self, mechanism: PoissonSampling) -> Iterator[None]:
+    def steps_by(self, mechanism: PoissonSampling | Unaccounted):
         """Steps made inside are entered with this mechanism."""
         self.ledger  # noqa: B018 - enters what came before
-        self._mechanism = mechanism
+        before, self._mechanism = self._mechanism, mechanism
         try:
             yield
         finally:
             self.ledger  # noqa: B018
-            self._mechanism = OUTSIDE_FIT
+            self._mechanism = before
 
     # -- a step -------------------------------------------------------------
 
     def add_noise(self, sums: dict[int, tf.Tensor]) -> dict[int, tf.Tensor]:
         """Adds noise to the clipped sums, once, and counts the step."""
+        self.denominator()  # If it is not known, there is no step.
         noise = self.noise.draw(
             list(sums.values()), self.noise_stddev, self.steps.read_value()
         )

@@ -78,7 +78,7 @@ def probe(
         NotPrivateError: the model mixes examples, keeps statistics of the
             data, or reads a weight in a way that cannot be captured.
     """
-    with _keras.eager_scope():
+    with _keras.eager_scope(), _keras.tensorflow_seed_kept():
         return _Probe(model, batch, registry, strict).run()
 
 
@@ -288,7 +288,8 @@ class _Probe:
                 if key not in small:
                     raise NotPrivateError(
                         f"{_described(unit.layer)} is called another number "
-                        "of times when the batch has another size."
+                        "of times when the batch has another size. Call it on "
+                        "the whole batch, not in a loop over the examples."
                     )
                 rows = [
                     _rows_of(unit, big, little)
@@ -393,8 +394,9 @@ class _Probe:
 
     def _check_rules(self, plan):
         """Compares what a rule computes with its layer, call by call."""
+        results, small = [], []
 
-        def compare(unit, key, method, args, kwargs):
+        def note(unit, key, method, args, kwargs):
             seeds = _keras.seed_states(unit.layer)
             drawn = _keras.values(seeds)
             outputs = method(*args, **kwargs)
@@ -405,18 +407,22 @@ class _Probe:
             call, finish = capture.captured(
                 unit, key, layout, method, args, kwargs, EXAMPLES
             )
-            self._check_output(unit, finish(call.zetas), outputs)
-            # What is small beside large inputs shows at small ones.
-            args, kwargs = _scaled((args, kwargs), 0.01)
-            call, _ = capture.captured(
-                unit, key, layout, method, args, kwargs, EXAMPLES
-            )
-            for term in call.terms:
-                if isinstance(term, UserRule):
-                    self._check_omega(call, term)
+            if call.single:
+                results.append((unit, finish(call.zetas), outputs))
+            if any(isinstance(term, UserRule) for term in call.terms):
+                # What is small beside large inputs shows at small ones.
+                args, kwargs = _small((args, kwargs))
+                call, _ = capture.captured(
+                    unit, key, layout, method, args, kwargs, EXAMPLES
+                )
+                small.append(call)
             return outputs
 
-        self._run(self.batch, plan.units, compare)
+        self._run(self.batch, plan.units, note)
+        for unit, found, outputs in results:
+            self._check_output(unit, found, outputs)
+        for call in small:
+            self._check_omega(call)
 
     def _check_output(self, unit, found, outputs):
         pairs = zip(float_tensors(found), float_tensors(outputs), strict=True)
@@ -430,9 +436,9 @@ class _Probe:
                     "the layer's activation, with the layer's call."
                 )
 
-    def _check_omega(self, call, term):
+    def _check_omega(self, call):
         """Ω of a user against the gradients of the user's ζ."""
-        zeta = call.zetas[0]
+        zeta, (term,) = call.zetas[0], call.terms
         g = tf.cast(tf.random.stateless_normal(zeta.shape, [1, 2]), zeta.dtype)
         found = _float64(term.omega(g, call.rows))
         right = sum(
@@ -604,14 +610,13 @@ class _State:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        with _keras.tensorflow_seed_kept():
-            try:
-                yield
-            finally:
-                self.restore()
-                # Those of the losses of outputs are made by the first call.
-                self._model.reset_metrics()
-                _assign(self._metrics, self._saved_metrics)
+        try:
+            yield
+        finally:
+            self.restore()
+            # Those of the losses of outputs are made by the first call.
+            self._model.reset_metrics()
+            _assign(self._metrics, self._saved_metrics)
 
 
 def _assign(variables, values):
@@ -640,7 +645,8 @@ def _usable(batch):
     rows = np.flatnonzero(finite)
     if not len(rows):
         raise ValueError(
-            "None of the first examples is finite: the data hold NaN or inf."
+            "None of the first examples is finite: the data hold NaN or inf. "
+            "Remove these examples, or put numbers in place of what is missing."
         )
     return _map(lambda leaf: tf.gather(leaf, rows), batch)
 
@@ -655,7 +661,8 @@ def _examples(batch):
     rows = rows[np.linspace(0, len(rows) - 1, EXAMPLES).astype(int)]
     x, y, sample_weight = _map(lambda leaf: tf.gather(leaf, rows), batch)
     sample_weight = _map(
-        lambda w: tf.where(w == 0, tf.ones_like(w), w), sample_weight
+        lambda w: tf.where(tf.cast(w, tf.bool), w, tf.ones_like(w)),
+        sample_weight,
     )
     return x, y, sample_weight
 
@@ -679,6 +686,8 @@ def _with_other_example(batch, j):
         return leaf + tf.cast(noise, leaf.dtype)
 
     def other_weight(leaf):
+        if leaf.dtype == tf.bool:
+            return other(leaf)
         factors = np.where(np.arange(EXAMPLES) == j, 2, 1)
         factors = factors.reshape([-1] + [1] * (leaf.shape.rank - 1))
         return other(leaf) * tf.cast(factors, leaf.dtype)
@@ -722,15 +731,16 @@ def _without_last(batch):
     return _map(lambda leaf: leaf[:-1], batch)
 
 
-def _scaled(arguments, factor):
-    """The arguments of a call with smaller numbers."""
-    return with_tensors(
-        arguments,
-        [
-            t * tf.cast(factor, t.dtype) if t.dtype.is_floating else t
-            for t in tensors(arguments)
-        ],
-    )
+def _small(arguments):
+    """The arguments of a call with numbers of at most 0.01."""
+
+    def small(tensor):
+        if not tensor.dtype.is_floating:
+            return tensor
+        largest = tf.reduce_max(tf.abs(tensor))
+        return tf.math.divide_no_nan(tensor, 100 * largest)
+
+    return with_tensors(arguments, [small(t) for t in tensors(arguments)])
 
 
 def _rows_of(unit, large, small):

@@ -12,7 +12,7 @@ import math
 
 import keras
 import tensorflow as tf
-from keras_fastclip.registry.dense import bias
+from keras_fastclip.registry.dense import added_elsewhere, bias
 from keras_fastclip.registry.linear import Linear, by_example
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.terms import (
@@ -51,6 +51,8 @@ def convolution(layer, inputs):
     if layer.use_bias:
         shape = [1] * (layer.rank + 2)
         shape[1 if channels_first else -1] = layer.filters
+        if added_elsewhere(zeta, shape):
+            return NotImplemented
         zeta = keras.ops.add(zeta, keras.ops.reshape(layer.bias, shape))
         offset = bias(layer.bias)
         if channels_first:
@@ -180,14 +182,13 @@ def _padding(layer, sizes, reach):
     """Zeros before and after each spatial axis."""
     if layer.padding == "valid":
         return [0] * layer.rank, [0] * layer.rank
+    if layer.padding == "causal":
+        return [layer.dilation_rate[0] * (layer.kernel_size[0] - 1)], [0]
     missing = [
         tf.maximum(r - s, 0) if tf.is_tensor(s) else max(r - s, 0)
         for r, s in zip(reach, sizes, strict=True)
     ]
-    if layer.padding == "causal":
-        before = [layer.dilation_rate[0] * (layer.kernel_size[0] - 1)]
-    else:
-        before = [m // 2 for m in missing]
+    before = [m // 2 for m in missing]
     return before, [m - b for m, b in zip(missing, before, strict=True)]
 
 

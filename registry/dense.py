@@ -3,6 +3,7 @@
 import math
 import re
 import string
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -83,6 +84,8 @@ def einsum_dense(layer, inputs, training=None):
         )
     ]
     if layer.bias is not None:
+        if added_elsewhere(zeta, layer.bias.shape):
+            return NotImplemented
         zeta = keras.ops.add(zeta, layer.bias)
         terms.append(bias(layer.bias))
     return zeta, terms
@@ -91,6 +94,21 @@ def einsum_dense(layer, inputs, training=None):
 def bias(variable) -> Small:
     """A weight added to the pre-activation by broadcasting."""
     return Small(variable, lambda g: sum_to_shape(g, tuple(variable.shape)))
+
+
+def added_elsewhere(zeta: tf.Tensor, shape: Sequence[int]) -> bool:
+    """Whether `keras.ops.add` puts a bias on an axis that is not its own.
+
+    It takes a bias of which one axis only is longer than one for a bias of the
+    last axis of ζ, or else of the second, wherever the sizes are equal.
+    """
+    longer = [i for i, size in enumerate(shape) if size > 1]
+    if len(longer) != 1:
+        return False
+    size, rank = shape[longer[0]], zeta.shape.rank
+    own = rank - len(shape) + longer[0]
+    equal = [axis for axis in (rank - 1, 1) if zeta.shape[axis] == size]
+    return bool(equal) and equal[0] != own
 
 
 def _positions(tensor):

@@ -12,6 +12,8 @@ def embedding(layer, inputs):
         return NotImplemented
     if inputs.dtype not in (tf.int32, tf.int64):
         inputs = tf.cast(inputs, tf.int32)
+    # Negative ids count from the end of the table.
+    inputs = tf.where(inputs < 0, inputs + layer.embeddings.shape[0], inputs)
     zeta = keras.ops.take(layer.embeddings, inputs, axis=0)
     zeta = keras.ops.cast(zeta, layer.compute_dtype)
     return zeta, [Lookup(layer.embeddings, inputs)]
@@ -57,7 +59,8 @@ class Lookup(Term):
 
     def adjoint(self, g, keep):
         del keep  # ids are always finite
-        flat = tf.reshape(g, [-1, self._width])
+        # A frequent id has many summands, too many for half precision.
+        flat = tf.reshape(at_least_float32(g), [-1, self._width])
         ids = tf.reshape(self._ids, [-1])
         return (tf.math.unsorted_segment_sum(flat, ids, self._vocabulary),)
 

@@ -19,7 +19,6 @@ from keras_fastclip.registry.terms import (
     Rows,
     Term,
     at_least_float32,
-    select_rows,
 )
 
 from keras_fastclip import _keras
@@ -145,8 +144,10 @@ class UserRule(LayerLocal):
         self._omega = omega
 
     def adjoint(self, g, keep):
+        # A kept example stands in for those left out: ζ may have no finite
+        # derivative at theirs, nor at zeros, and 0·inf is NaN.
         leaves = [
-            leaf if rows is None else select_rows(keep, leaf)
+            leaf if rows is None else _stand_in(rows.spread(keep), leaf)
             for leaf, rows in self._leaves()
         ]
         args, kwargs = with_tensors(self._arguments, leaves)
@@ -160,7 +161,12 @@ class UserRule(LayerLocal):
             output_gradients=g,
             unconnected_gradients=tf.UnconnectedGradients.ZERO,
         )
-        return tuple(tf.convert_to_tensor(gradient) for gradient in gradients)
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        some = tf.reduce_any(keep)
+        return tuple(
+            tf.where(some, gradient, tf.zeros_like(gradient))
+            for gradient in gradients
+        )
 
     def per_example(self, g, rows):
         return super().per_example([g], rows)
@@ -177,6 +183,13 @@ class UserRule(LayerLocal):
 
     def prefers_omega(self, rows):
         return True
+
+
+def _stand_in(keep, tensor):
+    """The first row to keep in place of every row not to keep."""
+    own = tf.range(tf.shape(tensor)[0])
+    first = tf.argmax(tf.cast(keep, tf.float32), output_type=own.dtype)
+    return tf.gather(tensor, tf.where(keep, own, first))
 
 
 def tensors(structure: Any) -> list[tf.Tensor]:

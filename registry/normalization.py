@@ -19,6 +19,10 @@ def layer_normalization(layer, inputs):
 
 @register(keras.layers.RMSNormalization)
 def rms_normalization(layer, x):
+    # Keras aligns the scale with the last axes, whichever it normalizes.
+    axes = _axes(layer.axis, x.shape.rank)
+    if axes != list(range(x.shape.rank - len(axes), x.shape.rank)):
+        return NotImplemented
     return _affine(layer, x, layer.scale, None)
 
 

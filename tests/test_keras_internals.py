@@ -129,16 +129,30 @@ def test_compiled_metrics_are_listed_with_their_outputs():
         "sgd", "mse", metrics=[["mae"], []], weighted_metrics=[[], ["mse"]]
     )
     y = (tf.ones((5, 2)), tf.ones((5, 3)))
-    found = _keras.compiled_metrics(model, y, model(tf.ones((5, 4))))
-    described = [(target.shape[1], i, w) for _, target, _, i, w in found]
-    assert described == [(2, 0, False), (3, 1, True)]
+    pred = model(tf.ones((5, 4)))
+    for weights, expected in [
+        (None, None),
+        (tf.ones(5), tf.ones(5)),
+        ([tf.zeros(5), tf.ones(5)], tf.ones(5)),
+    ]:
+        plain, weighted = _keras.compiled_metrics(model, y, pred, weights)
+        assert [m.name for m in (plain[0], weighted[0])] == ["mae", "mse"]
+        assert [m[1].shape[1] for m in (plain, weighted)] == [2, 3]
+        assert plain[3] is None
+        if weights is None:
+            assert weighted[3] is None
+        else:
+            np.testing.assert_array_equal(weighted[3], expected)
 
 
 def test_masks_hang_on_tensors():
     embedding = layers.Embedding(5, 2, mask_zero=True)
     output = embedding(tf.constant([[0, 1]]))
     np.testing.assert_array_equal(_keras.mask_of(output), [[False, True]])
-    assert _keras.mask_of(tf.ones(3)) is None
+    other = tf.ones(3)
+    assert _keras.mask_of(other) is None
+    _keras.set_mask(other, other > 0)
+    np.testing.assert_array_equal(_keras.mask_of(other), [True] * 3)
 
 
 def test_autocast_casts_weights_of_mixed_precision():

@@ -254,6 +254,19 @@ def test_train_on_batch_is_counted():
     assert model.privacy_spent(1e-3) == np.inf
 
 
+def test_train_on_batch_within_fit_is_not_taken_for_a_drawn_batch():
+    x, y = data()
+    model = compiled(functional())
+
+    class Sneak(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            model.train_on_batch(x[:8], y[:8])
+
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[Sneak()])
+    assert [e.steps for e in model._privacy.ledger.entries] == [8, 1]
+    assert model.privacy_spent(1e-3) == np.inf
+
+
 def test_custom_loop_in_a_function_is_counted():
     x, y = data()
     model = compiled(
