@@ -166,10 +166,14 @@ def autocast(layer: keras.Layer):
 
 def identity(tensor: tf.Tensor) -> tf.Tensor:
     """A new tensor with the value, and the mask, of another."""
-    same, mask = tf.identity(tensor), mask_of(tensor)
+    return with_mask(tf.identity(tensor), mask_of(tensor))
+
+
+def with_mask(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+    """Hangs a mask on a tensor."""
     if mask is not None:
-        same._keras_mask = mask
-    return same
+        tensor._keras_mask = mask
+    return tensor
 
 
 def mask_of(tensor: Any) -> tf.Tensor | None:

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from keras_fastclip.capture import Use
 from keras_fastclip.clipping import Clipping
+from keras_fastclip.registry import shared
 from keras_fastclip.registry.terms import (
     at_least_float32,
     select_rows,
@@ -65,7 +66,7 @@ class Part:
         self.variables = list(
             {id(v): v for use in uses for v in use.term.variables}.values()
         )
-        self._ghost = len(uses) == 1 and _takes_ghost(uses[0], method)
+        self._ghost = _takes_ghost(uses, method)
         self._keep = method.keep or not all(u.term.has_adjoint for u in uses)
         self._built: list[tf.Tensor] | None = None
 
@@ -77,8 +78,9 @@ class Part:
     def squared_norms(self) -> tf.Tensor:
         """Ω, shape (batch,)."""
         if self._ghost:
-            use = self.uses[0]
-            return use.term.omega(use.g, use.rows)
+            norms = _ghost_norms(self.uses)
+            if norms is not None:
+                return norms
         built = self._build()
         if self._keep:
             self._built = built
@@ -117,10 +119,20 @@ class Part:
         return list(total.values())
 
 
-def _takes_ghost(use, method):
-    if not use.term.has_omega:
+def _takes_ghost(uses, method):
+    if not all(use.term.has_omega for use in uses):
         return False
+    if len(uses) > 1:
+        return method.ghost_everywhere or shared.prefers_omega(uses)
+    (use,) = uses
     return method.ghost_everywhere or use.term.prefers_omega(use.rows)
+
+
+def _ghost_norms(uses):
+    if len(uses) > 1:
+        return shared.omega(uses)
+    (use,) = uses
+    return use.term.omega(use.g, use.rows)
 
 
 def _scaled(g, factors):

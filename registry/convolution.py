@@ -12,6 +12,7 @@ import math
 
 import keras
 import tensorflow as tf
+
 from keras_fastclip.registry.dense import added_elsewhere, bias
 from keras_fastclip.registry.linear import Linear, by_example
 from keras_fastclip.registry.lookup import register

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
+
 from keras_fastclip.registry.linear import Linear
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.terms import Small, is_variable, sum_to_shape
@@ -19,7 +20,7 @@ def dense(layer, inputs, training=None):
         return NotImplemented
     zeta = keras.ops.matmul(inputs, layer.kernel)
     terms = [
-        Linear(layer.kernel, _positions(inputs), _positions, lambda m: m),
+        Linear(layer.kernel, positions(inputs), positions),
     ]
     if layer.bias is not None:
         zeta = keras.ops.add(zeta, layer.bias)
@@ -111,15 +112,15 @@ def added_elsewhere(zeta: tf.Tensor, shape: Sequence[int]) -> bool:
     return bool(equal) and equal[0] != own
 
 
-def _positions(tensor):
+def positions(tensor):
     """(rows, ..., d) -> (rows, T, d)."""
     width = tensor.shape[-1]
     if tensor.shape.rank == 2:
         return tensor[:, None, :]
     if tensor.shape.rank == 3:
         return tensor
-    positions = _positions_of(tensor, tensor.shape.rank - 2)
-    return tf.reshape(tensor, [tf.shape(tensor)[0], positions, width])
+    count = _positions_of(tensor, tensor.shape.rank - 2)
+    return tf.reshape(tensor, [tf.shape(tensor)[0], count, width])
 
 
 def _positions_of(tensor, axes):

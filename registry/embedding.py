@@ -1,7 +1,11 @@
-"""Rule for Embedding: ζ is the rows that were looked up."""
+"""Rules for embeddings: ζ is the rows that were looked up, or the logits."""
 
 import keras
 import tensorflow as tf
+
+from keras_fastclip import _keras
+from keras_fastclip.registry.dense import positions
+from keras_fastclip.registry.linear import Linear
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.terms import Term, at_least_float32, is_variable
 
@@ -17,6 +21,54 @@ def embedding(layer, inputs):
     zeta = keras.ops.take(layer.embeddings, inputs, axis=0)
     zeta = keras.ops.cast(zeta, layer.compute_dtype)
     return zeta, [Lookup(layer.embeddings, inputs)]
+
+
+@register(keras.layers.ReversibleEmbedding)
+def reversible_embedding(layer, inputs, reverse=False):
+    """Forward a lookup; reversed, the table or its twin is a kernel."""
+    if not reverse:
+        result = embedding(layer, inputs)
+        if result is NotImplemented or not layer.mask_zero:
+            return result
+        zeta, terms = result
+        mask = keras.ops.not_equal(inputs, 0)
+        return zeta, terms, lambda zeta: _keras.with_mask(zeta, mask)
+    if not is_variable(layer.embeddings):
+        return NotImplemented
+    if layer.reverse_dtype is not None:
+        inputs = keras.ops.cast(inputs, layer.reverse_dtype)
+    dtype = inputs.dtype
+    if layer.tie_weights:
+        kernel = keras.ops.cast(layer.embeddings, dtype)
+        zeta = keras.ops.matmul(inputs, keras.ops.transpose(kernel))
+        term = Projection(layer.embeddings, positions(inputs), positions)
+    else:
+        kernel = keras.ops.cast(layer.reverse_embeddings, dtype)
+        zeta = keras.ops.matmul(inputs, kernel)
+        term = Linear(layer.reverse_embeddings, positions(inputs), positions)
+
+    def soft_cap(logits):
+        if layer.logit_soft_cap is None:
+            return logits
+        cap = layer.logit_soft_cap
+        return keras.ops.tanh(logits / cap) * cap
+
+    return zeta, [term], soft_cap
+
+
+class Projection(Linear):
+    """A table of rows, (p, d), used as the transpose of a kernel.
+
+    The gradient of an example is gᵀa: `Linear` with a and g exchanged.
+    """
+
+    def pair(self, g, rows):
+        a, g = super().pair(g, rows)
+        return g, a
+
+    def adjoint(self, g, keep):
+        (matrix,) = super().adjoint(g, keep)
+        return (tf.transpose(matrix),)
 
 
 class Lookup(Term):
@@ -49,7 +101,7 @@ class Lookup(Term):
     def _vocabulary(self):
         return self.variables[0].shape[0]
 
-    def _by_example(self, g, rows):
+    def pair(self, g, rows):
         """ids (B, q) and cotangents (B, q, width)."""
         g = at_least_float32(g)
         examples = tf.shape(self._ids)[0] // rows.per_example
@@ -65,7 +117,7 @@ class Lookup(Term):
         return (tf.math.unsorted_segment_sum(flat, ids, self._vocabulary),)
 
     def per_example(self, g, rows):
-        ids, g = self._by_example(g, rows)
+        ids, g = self.pair(g, rows)
         examples = tf.range(tf.shape(ids)[0], dtype=ids.dtype)[:, None]
         cells = examples * self._vocabulary + ids
         count = tf.shape(ids)[0] * self._vocabulary
@@ -76,23 +128,32 @@ class Lookup(Term):
         return (tf.reshape(summed, [-1, self._vocabulary, self._width]),)
 
     def omega(self, g, rows):
-        ids, g = self._by_example(g, rows)
-        shape = tf.shape(ids)
-        order = tf.argsort(ids, axis=1)
-        ids = tf.gather(ids, order, batch_dims=1)
-        g = tf.gather(g, order, batch_dims=1)
-        new = tf.cast(ids[:, 1:] != ids[:, :-1], tf.int32)
-        # The first position of every example opens a segment; segments are
-        # numbered within the example and then shifted by its position.
-        within = tf.pad(tf.cumsum(new, axis=1), [[0, 0], [1, 0]])
-        segments = within + tf.range(shape[0])[:, None] * shape[1]
-        sums = tf.math.unsorted_segment_sum(
-            tf.reshape(g, [-1, self._width]),
-            tf.reshape(segments, [-1]),
-            shape[0] * shape[1],
-        )
-        squares = tf.reduce_sum(tf.square(sums), -1)
-        return tf.reduce_sum(tf.reshape(squares, shape), 1)
+        return lookup_norm(*self.pair(g, rows))
 
     def prefers_omega(self, rows):
         return True
+
+
+def lookup_norm(ids: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
+    """Σ over the ids of an example of ‖sum of its cotangents‖².
+
+    Args:
+        ids: (B, q).
+        g: (B, q, width).
+    """
+    shape = tf.shape(ids)
+    order = tf.argsort(ids, axis=1)
+    ids = tf.gather(ids, order, batch_dims=1)
+    g = tf.gather(g, order, batch_dims=1)
+    new = tf.cast(ids[:, 1:] != ids[:, :-1], tf.int32)
+    # The first position of every example opens a segment; segments are
+    # numbered within the example and then shifted by its position.
+    within = tf.pad(tf.cumsum(new, axis=1), [[0, 0], [1, 0]])
+    segments = within + tf.range(shape[0])[:, None] * shape[1]
+    sums = tf.math.unsorted_segment_sum(
+        tf.reshape(g, [-1, g.shape[-1]]),
+        tf.reshape(segments, [-1]),
+        shape[0] * shape[1],
+    )
+    squares = tf.reduce_sum(tf.square(sums), -1)
+    return tf.reduce_sum(tf.reshape(squares, shape), 1)

@@ -15,13 +15,13 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+
+from keras_fastclip import _keras
 from keras_fastclip.registry.terms import (
     Rows,
     Term,
     at_least_float32,
 )
-
-from keras_fastclip import _keras
 
 # Layers that call their sublayers in a loop, where nothing can be captured:
 # all weights below them are theirs.

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
+
 from keras_fastclip.registry.terms import (
     Rows,
     Term,
@@ -38,7 +39,8 @@ class Linear(Term):
         kernel: the weight.
         a: (rows, T, d), or (rows, T, S, d) for a kernel of S blocks.
         canonical: maps the cotangent of ζ to the form of `a`, with p for d.
-        to_kernel: maps (..., d, p) or (..., S, d, p) to (..., *kernel shape).
+        to_kernel: maps (..., d, p) or (..., S, d, p) to (..., *kernel shape);
+            by default the kernel is the matrix itself.
     """
 
     has_omega = True
@@ -48,16 +50,17 @@ class Linear(Term):
         kernel,
         a: tf.Tensor,
         canonical: Callable[[tf.Tensor], tf.Tensor],
-        to_kernel: Callable[[tf.Tensor], tf.Tensor],
+        to_kernel: Callable[[tf.Tensor], tf.Tensor] | None = None,
     ):
         self.variables = (kernel,)
         self._a = a
         self._canonical = canonical
-        self._to_kernel = to_kernel
+        self._to_kernel = to_kernel or _itself
+        self.is_matrix = to_kernel is None
         self._positions = a.shape[1]
         self._blocks = a.shape[2] if a.shape.rank == 4 else 1
 
-    def _pair(self, g, rows: Rows):
+    def pair(self, g, rows: Rows):
         """a and g as (B, T, d) and (B, T, p), or with blocks (B, S, T, ·)."""
         a = at_least_float32(self._a)
         g = at_least_float32(self._canonical(g))
@@ -73,7 +76,7 @@ class Linear(Term):
         return (self._to_kernel(tf.matmul(a, g, transpose_a=True)),)
 
     def per_example(self, g, rows):
-        a, g = self._pair(g, rows)
+        a, g = self.pair(g, rows)
         return (self._to_kernel(tf.matmul(a, g, transpose_a=True)),)
 
     def omega(self, g, rows):
@@ -83,24 +86,53 @@ class Linear(Term):
         products is off by a few units of roundoff times |aₛ||aₜ||gₛ||gₜ|, so
         that a multiple of (Σₜ |aₜ||gₜ|)² bounds the error of the whole.
         """
-        a, g = self._pair(g, rows)
-        aa, gg = tf.reduce_sum(a * a, -1), tf.reduce_sum(g * g, -1)
-        if a.shape[-2] == 1:
-            return _sum_but_first(aa * gg)
-        gram = tf.matmul(a, a, transpose_b=True)
-        gram *= tf.matmul(g, g, transpose_b=True)
-        magnitude = tf.square(tf.reduce_sum(tf.sqrt(aa * gg), -1))
-        unit = np.finfo(a.dtype.as_numpy_dtype).eps
-        margin = _sum_but_first(magnitude) * (ROUNDING_MARGIN * unit)
-        return tf.maximum(_sum_but_first(gram), 0) + margin
+        return ghost_norm(*self.pair(g, rows))
 
     def prefers_omega(self, rows):
         """2T² < pd, the rule of mixed ghost clipping (Bu et al., 2022)."""
-        if self._positions is None:
+        positions = self.positions(rows)
+        if positions is None:
             return True
-        positions = self._positions * rows.per_example
         grams = 2 * self._blocks * positions**2
         return grams < math.prod(self.variables[0].shape)
+
+    def positions(self, rows: Rows) -> int | None:
+        """T of an example, if it is known while tracing."""
+        if self._positions is None:
+            return None
+        return self._positions * rows.per_example
+
+
+def _itself(matrix):
+    return matrix
+
+
+def ghost_norm(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
+    """⟨aaᵀ, ggᵀ⟩ of each example, rounded up."""
+    sizes = magnitudes(a, g)
+    if a.shape[-2] == 1:
+        return _sum_but_first(tf.square(sizes))
+    gram = tf.matmul(a, a, transpose_b=True)
+    gram *= tf.matmul(g, g, transpose_b=True)
+    largest = _sum_but_first(tf.square(tf.reduce_sum(sizes, -1)))
+    return rounded_up(_sum_but_first(gram), largest)
+
+
+def magnitudes(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
+    """|aₜ||gₜ| of each position."""
+    squares = tf.reduce_sum(a * a, -1) * tf.reduce_sum(g * g, -1)
+    return tf.sqrt(squares)
+
+
+def rounded_up(norms: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
+    """Squared norms that may have cancelled, not below their true values.
+
+    Args:
+        norms: the sums.
+        largest: what they would be if nothing cancelled.
+    """
+    unit = np.finfo(norms.dtype.as_numpy_dtype).eps
+    return tf.maximum(norms, 0) + largest * (ROUNDING_MARGIN * unit)
 
 
 def by_example(tensor: tf.Tensor, rows: Rows) -> tf.Tensor:

@@ -6,6 +6,7 @@ The layer itself computes x̂, with γ = 1 and β = 0 in place of its weights.
 
 import keras
 import tensorflow as tf
+
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.terms import Small, at_least_float32
 

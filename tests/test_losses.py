@@ -1,5 +1,7 @@
 """The loss of an example is what Keras computes for a batch of it alone."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -559,6 +561,7 @@ def still(build, loss, **kwargs):
         loss,
         keras.optimizers.SGD(0.0),
         {**SETTINGS, "expected_batch_size": 4},
+        run_eagerly=True,
         **kwargs,
     )
 
@@ -741,7 +744,9 @@ def test_an_overridden_compute_metrics_sees_the_real_rows_only():
     model = vector(
         lambda x, y: OwnMetrics(x, y, expected_batch_size=4, **SETTINGS)
     )
-    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"])
+    model.compile(
+        keras.optimizers.SGD(0.0), "mse", metrics=["mae"], run_eagerly=True
+    )
     x, y = random(ROWS, 4), random(ROWS, 3, seed=2)
     x[~REAL] += 100
     logs = logs_of(model, x, y)
@@ -778,12 +783,13 @@ def test_logs_of_fit_under_xla_leave_out_padding():
     model = build(
         lambda x, y: keras_fastclip.DPModel(x, y, seed=seed, **SETTINGS)
     )
-    model.compile(
+    compile_model = functools.partial(
+        model.compile,
         keras.optimizers.SGD(0.0),
         {"all": cross_entropy(), "word": cross_entropy(reduction="sum")},
         metrics={"all": ["accuracy"], "word": ["accuracy"]},
-        jit_compile=True,
     )
+    compile_model(jit_compile=True)
     x = labels(examples, LENGTH, high=9)
     x[:, 0] = 1 + np.arange(examples) % 8
     y = {
@@ -793,6 +799,7 @@ def test_logs_of_fit_under_xla_leave_out_padding():
     found = model.fit(
         x, y, batch_size=size, steps_per_epoch=1, verbose=0
     ).history
+    compile_model(run_eagerly=True)
     rows = drawn(examples, size, seed)
     assert 0 < len(rows) < examples
     loss = 0.0

@@ -140,10 +140,8 @@ def einsum_dense(equation, output_shape, bias_axes, **options):
 @pytest.mark.parametrize("equation, shape, output_shape, bias_axes", EINSUMS)
 def test_einsum_dense_equals_autodiff(equation, shape, output_shape, bias_axes):
     layer = einsum_dense(equation, output_shape, bias_axes, activation="tanh")
-    x = random(6, *shape)
+    x = random(3, *shape)
     check_rule(built(layer, x), x)
-    check_rule(layer, x, rows=Rows(2))
-    check_rule(layer, x, rows=Rows(2, example_major=False))
 
 
 @st.composite

@@ -83,7 +83,10 @@ LAYERS = {
         lambda: layers.EinsumDense("abc,cd->abd", (3, 3), bias_axes="b"),
         (3, 2),
     ),
-    "LSTM": (lambda: layers.LSTM(2, return_sequences=True), (2, 2)),
+    "LSTM": (
+        lambda: layers.LSTM(2, return_sequences=True, unroll=True),
+        (3, 2),
+    ),
     "GRU": (lambda: layers.GRU(2, unroll=True), (2, 2)),
     "ConvLSTM1D": (lambda: layers.ConvLSTM1D(2, 2, unroll=True), (2, 3, 2)),
 }

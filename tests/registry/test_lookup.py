@@ -116,11 +116,16 @@ def test_child_of_the_default_registry_knows_the_built_in_rules():
 
 
 @pytest.mark.parametrize(
-    "layer_class", [int, "Dense", None, layers.ReLU(), keras.Loss]
+    "layer_class", [int, "Dense", None, keras.Loss, keras.Variable]
 )
 def test_rule_is_registered_for_a_layer_class_only(registry, layer_class):
     with pytest.raises(ValueError, match="subclass of keras.Layer"):
         registry.register(layer_class, first_rule)
+
+
+def test_rule_is_registered_for_a_class_not_for_a_layer(registry):
+    with pytest.raises(ValueError, match="subclass of keras.Layer"):
+        registry.register(PlainLayer(), first_rule)
 
 
 @pytest.mark.parametrize("rule", [None, 3, "rule"])

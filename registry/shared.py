@@ -1,0 +1,89 @@
+"""Ω of a weight that is used several times in a forward pass.
+
+The gradient of an example is the sum over the uses, so the norm has cross
+terms. Uses as a kernel are one use with the positions of all: a and g are
+joined along T. Lookups in a table are one lookup with the ids of all. Between
+a table's lookups (ids, u) and its use as a kernel (a, g), as when an embedding
+is tied to the output projection, the cross term is
+
+    Σₛₜ aₛ[idₜ] · ⟨gₛ, uₜ⟩,
+
+since a lookup is a kernel applied to one-hot inputs.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_fastclip.registry.convolution import Convolution
+from keras_fastclip.registry.embedding import Lookup, lookup_norm
+from keras_fastclip.registry.linear import (
+    Linear,
+    ghost_norm,
+    magnitudes,
+    rounded_up,
+)
+
+
+def omega(uses: Sequence[Any]) -> tf.Tensor | None:
+    """The squared norm of each example, or None without a closed form.
+
+    Args:
+        uses: terms of one weight with their cotangents; each has `term`, `g`,
+            `rows` and `unit`.
+    """
+    kernels = [use for use in uses if isinstance(use.term, Linear)]
+    lookups = [use for use in uses if isinstance(use.term, Lookup)]
+    if not _can_join(uses, kernels, lookups):
+        return None
+    kernel = _joined(kernels, axis=-2)
+    lookup = _joined(lookups, axis=1)
+    if not lookups:
+        return ghost_norm(*kernel)
+    if not kernels:
+        return lookup_norm(*lookup)
+    (a, g), (ids, u) = kernel, lookup
+    at_ids = tf.gather(a, ids, axis=2, batch_dims=1)
+    cross = at_ids * tf.matmul(g, u, transpose_b=True)
+    total = ghost_norm(a, g) + lookup_norm(ids, u)
+    total += 2 * tf.reduce_sum(cross, [1, 2])
+    largest = tf.reduce_sum(magnitudes(a, g), 1)
+    largest += tf.reduce_sum(tf.norm(u, axis=-1), 1)
+    return rounded_up(total, tf.square(largest))
+
+
+def prefers_omega(uses: Sequence[Any]) -> bool:
+    """Whether Ω takes less memory than the gradients of all examples."""
+    if any(isinstance(use.term, Lookup) for use in uses):
+        return True
+    if not all(isinstance(use.term, Linear) for use in uses):
+        return False
+    positions = [use.term.positions(use.rows) for use in uses]
+    if None in positions:
+        return True
+    size = math.prod(uses[0].term.variables[0].shape)
+    return 2 * sum(positions) ** 2 < size
+
+
+def _can_join(uses, kernels, lookups):
+    if len(kernels) + len(lookups) < len(uses):
+        return False
+    if len({id(use.term.variables[0]) for use in uses}) > 1:
+        return False
+    if any(isinstance(use.term, Convolution) for use in kernels):
+        return False
+    # A weight that is not its own matrix must be turned into one alike.
+    as_matrix = all(use.term.is_matrix for use in kernels)
+    one_layer = len({id(use.unit.layer) for use in uses}) == 1
+    return as_matrix or (one_layer and not lookups)
+
+
+def _joined(uses, axis):
+    if not uses:
+        return None
+    pairs = [use.term.pair(use.g, use.rows) for use in uses]
+    firsts, seconds = zip(*pairs, strict=True)
+    ids_or_a = [tf.cast(first, firsts[0].dtype) for first in firsts]
+    return tf.concat(ids_or_a, axis), tf.concat(seconds, axis)
