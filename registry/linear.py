@@ -26,11 +26,6 @@ from keras_fastclip.registry.terms import (
     select_rows,
 )
 
-# The ghost norm is a sum of positive and negative products and may cancel. A
-# small multiple of the unit roundoff, times an upper bound of the sum of the
-# products' magnitudes, keeps it from coming out below the true value.
-ROUNDING_MARGIN = 4.0
-
 
 class Linear(Term):
     """A kernel applied to the input `a` of a call.
@@ -80,12 +75,6 @@ class Linear(Term):
         return (self._to_kernel(tf.matmul(a, g, transpose_a=True)),)
 
     def omega(self, g, rows):
-        """The ghost norm, rounded up.
-
-        In exact arithmetic the sum is ‖aᵀg‖². In floating point each of its
-        products is off by a few units of roundoff times |aₛ||aₜ||gₛ||gₜ|, so
-        that a multiple of (Σₜ |aₜ||gₜ|)² bounds the error of the whole.
-        """
         return ghost_norm(*self.pair(g, rows))
 
     def prefers_omega(self, rows):
@@ -115,7 +104,8 @@ def ghost_norm(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     gram = tf.matmul(a, a, transpose_b=True)
     gram *= tf.matmul(g, g, transpose_b=True)
     largest = _sum_but_first(tf.square(tf.reduce_sum(sizes, -1)))
-    return rounded_up(_sum_but_first(gram), largest)
+    width = a.shape[-1] + g.shape[-1]
+    return rounded_up(_sum_but_first(gram), largest, width)
 
 
 def magnitudes(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
@@ -124,15 +114,24 @@ def magnitudes(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     return tf.sqrt(squares)
 
 
-def rounded_up(norms: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
+def rounded_up(norms: tf.Tensor, largest: tf.Tensor, width: int) -> tf.Tensor:
     """Squared norms that may have cancelled, not below their true values.
+
+    A ghost norm sums products of either sign. Its error is a number of units
+    of roundoff, times what the sum would be if nothing cancelled. That number
+    grows with the length d of the inner products, when their terms are all
+    rounded the same way, and stops growing where matrix products are blocked.
+    Measured over constant and alternating inputs it is below 14 at
+    d = p = 64, 55 at 256 and 73 at 1024; the margin is 38, 72 and 100.
 
     Args:
         norms: the sums.
         largest: what they would be if nothing cancelled.
+        width: d + p.
     """
     unit = np.finfo(norms.dtype.as_numpy_dtype).eps
-    return tf.maximum(norms, 0) + largest * (ROUNDING_MARGIN * unit)
+    margin = min(4 + 3 * math.sqrt(width), 100) * unit
+    return tf.maximum(norms, 0) + margin * largest
 
 
 def by_example(tensor: tf.Tensor, rows: Rows) -> tf.Tensor:
@@ -154,4 +153,7 @@ def by_example(tensor: tf.Tensor, rows: Rows) -> tf.Tensor:
 
 
 def _sum_but_first(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_sum(tensor, list(range(1, tensor.shape.rank)))
+    # One axis after the other: short sums round less than one long sum.
+    while tensor.shape.rank > 1:
+        tensor = tf.reduce_sum(tensor, -1)
+    return tensor

@@ -51,7 +51,7 @@ def omega(uses: Sequence[Any]) -> tf.Tensor | None:
     total += 2 * tf.reduce_sum(cross, [1, 2])
     largest = tf.reduce_sum(magnitudes(a, g), 1)
     largest += tf.reduce_sum(tf.norm(u, axis=-1), 1)
-    return rounded_up(total, tf.square(largest))
+    return rounded_up(total, tf.square(largest), a.shape[-1] + u.shape[-1])
 
 
 def prefers_omega(uses: Sequence[Any]) -> bool:

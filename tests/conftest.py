@@ -7,8 +7,11 @@ def float64():
     """Models made inside compute in float64, so tolerances can be tight."""
     before = keras.config.floatx()
     keras.config.set_floatx("float64")
+    # A layer made earlier, while tests were collected, fixes the policy.
+    keras.config.set_dtype_policy("float64")
     yield
     keras.config.set_floatx(before)
+    keras.config.set_dtype_policy(before)
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 from hypothesis import HealthCheck, settings
-from keras_fastclip.registry import default_registry
-from keras_fastclip.registry.terms import ONE_ROW
 
 from keras_fastclip import _keras, capture
+from keras_fastclip.registry import default_registry
+from keras_fastclip.registry.terms import ONE_ROW
 
 TOLERANCE = 1e-9
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from keras import layers
-from keras_fastclip.registry.terms import Rows
 
+from keras_fastclip.registry.terms import Rows
 from tests.registry.helpers import (
     built,
     check_rule,

@@ -6,9 +6,9 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import layers
+
 from keras_fastclip.registry.embedding import Lookup
 from keras_fastclip.registry.terms import ONE_ROW, Rows
-
 from tests.registry.helpers import (
     assert_close,
     built,

@@ -7,6 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
+
+import keras_fastclip
+from keras_fastclip import _keras, methods
+from keras_fastclip.capture import Recording
+from keras_fastclip.losses import per_example_losses
 from keras_fastclip.registry.fallback import (
     LayerLocal,
     float_tensors,
@@ -14,11 +19,6 @@ from keras_fastclip.registry.fallback import (
     with_tensors,
 )
 from keras_fastclip.registry.terms import ONE_ROW, Rows, squared_norm
-
-import keras_fastclip
-from keras_fastclip import _keras, methods
-from keras_fastclip.capture import Recording
-from keras_fastclip.losses import per_example_losses
 from tests.registry.helpers import assert_close, built, random
 from tests.zoo import NoisyQuadratic, Quadratic
 
@@ -88,7 +88,7 @@ LAYERS = {
         (3, 2),
     ),
     "GRU": (lambda: layers.GRU(2, unroll=True), (2, 2)),
-    "ConvLSTM1D": (lambda: layers.ConvLSTM1D(2, 2, unroll=True), (2, 3, 2)),
+    "ConvLSTM1D": (lambda: layers.ConvLSTM1D(1, 2, unroll=True), (2, 3, 1)),
 }
 
 

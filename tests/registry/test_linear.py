@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
+
 from keras_fastclip.registry.linear import Linear, by_example
 from keras_fastclip.registry.terms import ONE_ROW, Rows, squared_norm
-
 from tests.registry.helpers import assert_close, few_cases, random
 
 
@@ -171,12 +171,9 @@ def test_cancelling_case_needs_the_margin():
     assert below
 
 
-@pytest.mark.xfail(
-    reason="all products or partial sums are rounded the same way: the error "
-    "grows with the length of the sums, the margin does not"
-)
 @pytest.mark.parametrize(
-    "positions, d, p", [(47, 1, 1), (8, 256, 8), (2, 256, 256)]
+    "positions, d, p",
+    [(47, 1, 1), (8, 256, 8), (2, 64, 64), (2, 256, 256), (4, 1024, 1024)],
 )
 def test_ghost_norm_is_not_below_the_true_norm_of_constant_inputs(
     positions, d, p
@@ -200,4 +197,5 @@ def test_margin_is_small_on_ordinary_data(positions, d, p):
     g = tf.constant(rng.normal(size=(8, positions, p)), "float32")
     found, right = linear(a, p).omega(g, ONE_ROW), exact_norms(a, g)
     assert np.all(found >= right)
-    assert np.all(found < right * (1 + 1e-4))
+    # Of the norm itself, half of this.
+    assert np.all(found < right * (1 + 1.3e-5 * positions))

@@ -113,7 +113,7 @@ def test_cancelling_uses_are_not_rounded_below_the_truth():
     total = np.array(u, "float64") + np.array(-u + noise, "float64")
     found = shared.omega(uses)[0]
     assert found >= np.sum(np.square(total))
-    assert found <= np.sum(np.square(total)) + 1e-3
+    assert found <= np.sum(np.square(total)) + 5e-3
 
 
 def test_tied_model_needs_no_fallback(recwarn):

@@ -7,6 +7,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import layers, ops
+
 from keras_fastclip.registry.fallback import UserRule
 from keras_fastclip.registry.terms import (
     ONE_ROW,
@@ -19,7 +20,6 @@ from keras_fastclip.registry.terms import (
     squared_norm,
     sum_to_shape,
 )
-
 from tests.registry.helpers import (
     assert_close,
     built,
