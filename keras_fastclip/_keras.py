@@ -47,7 +47,12 @@ def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
 
 def raw(variable: keras.Variable) -> tf.Variable:
     """The TensorFlow variable behind a Keras variable."""
-    return variable._value
+    return variable._value if isinstance(variable, keras.Variable) else variable
+
+
+def untracked_variables(layer: keras.Layer) -> list[tf.Variable]:
+    """TensorFlow variables among a layer's attributes; Keras ignores them."""
+    return [v for v in vars(layer).values() if isinstance(v, tf.Variable)]
 
 
 def values(variables: list[keras.Variable]) -> list[np.ndarray]:

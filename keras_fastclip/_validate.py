@@ -1,6 +1,7 @@
 """Checks of arguments; every message carries the name and the value."""
 
 import math
+import numbers
 
 
 def positive(**values) -> None:
@@ -30,6 +31,15 @@ def positive_integer(**values) -> None:
             )
 
 
+def non_negative_integer(**values) -> None:
+    for name, value in values.items():
+        if not _is_integer(value) or not 0 <= value < 1 << 63:
+            raise ValueError(
+                f"`{name}` must be a whole number, zero or more and below "
+                f"2**63; received {name}={value!r}."
+            )
+
+
 def one_of(allowed, **values) -> None:
     for name, value in values.items():
         if value not in allowed:
@@ -47,4 +57,4 @@ def _is_number(value) -> bool:
 
 
 def _is_integer(value) -> bool:
-    return _is_number(value) and int(value) == value
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

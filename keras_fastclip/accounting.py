@@ -281,13 +281,16 @@ class Ledger:
         return ledger
 
 
-def statement(ledger: Ledger, delta: float, *, l2_norm_clip: float) -> str:
+def statement(
+    ledger: Ledger, delta: float, *, l2_norm_clip: float, seeded: bool = False
+) -> str:
     """Writes the privacy guarantee of a training run in plain English.
 
     Args:
         ledger: The steps that were taken.
         delta: The delta at which epsilon is stated, in (0, 1).
         l2_norm_clip: The bound C on the norm of one example's gradient.
+        seeded: Whether the noise came from a fixed seed.
 
     Returns:
         Text of several paragraphs: what was done, what is guaranteed, what
@@ -302,6 +305,11 @@ def statement(ledger: Ledger, delta: float, *, l2_norm_clip: float) -> str:
     ]
     if math.isfinite(epsilon):
         paragraphs += _what_it_means(ledger, delta, epsilon)
+    if seeded:
+        paragraphs.append(
+            "Warning. The noise came from a fixed seed. Whoever knows the seed "
+            "can take the noise away again: against them there is no guarantee."
+        )
     paragraphs += _what_is_not_covered()
     return "\n\n".join(_wrap(paragraph) for paragraph in paragraphs) + "\n"
 

@@ -41,16 +41,18 @@ class Clipping:
         raise NotImplementedError
 
     def bounded_factors(self, squared_norms: tf.Tensor) -> tf.Tensor:
-        """`factors`, and nothing of an example whose norm is not finite."""
-        factors = self.factors(squared_norms)
-        limits = _at_most(self.group_limits(squared_norms), squared_norms)
-        factors = tf.clip_by_value(factors, -limits, limits)
-        finite = tf.reduce_all(tf.math.is_finite(squared_norms), 0)
-        return tf.where(finite, factors, tf.zeros_like(factors))
+        """`factors`, held to the promise that `sensitivity` makes.
 
-    def group_limits(self, squared_norms: tf.Tensor) -> tf.Tensor:
-        """The norm that each group may have after clipping, (groups, 1)."""
-        return tf.constant([[self.sensitivity]], squared_norms.dtype)
+        Whatever `factors` returned, the gradient is within the sensitivity
+        after multiplication, and zero if its norm is not finite.
+        """
+        factors = self.factors(squared_norms)
+        after = tf.reduce_sum(tf.square(factors) * squared_norms, 0)
+        factors *= _at_most(self.sensitivity, after)
+        finite = tf.reduce_all(
+            tf.math.is_finite(squared_norms) & tf.math.is_finite(factors), 0
+        )
+        return tf.where(finite, factors, tf.zeros_like(factors))
 
     def get_config(self) -> dict[str, Any]:
         return {}
@@ -73,7 +75,7 @@ class FlatClipping(Clipping):
         self.sensitivity = float(l2_norm_clip)
 
     def factors(self, squared_norms):
-        return _at_most(self.group_limits(squared_norms), squared_norms)
+        return _at_most(self.sensitivity, squared_norms)
 
     def get_config(self):
         return {"l2_norm_clip": self.sensitivity}
@@ -170,10 +172,8 @@ class PerLayerClipping(Clipping):
         return [keys.index(key) for key in found]
 
     def factors(self, squared_norms):
-        return _at_most(self.group_limits(squared_norms), squared_norms)
-
-    def group_limits(self, squared_norms):
-        return tf.constant([[c] for c in self._limits], squared_norms.dtype)
+        limits = tf.constant([[c] for c in self._limits], squared_norms.dtype)
+        return _at_most(limits, squared_norms)
 
     def get_config(self):
         return {"norms": self.norms}

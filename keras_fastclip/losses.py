@@ -227,4 +227,6 @@ def regularization(
         total = tf.add_n(penalties) if penalties else tf.zeros([])
     gradients = tape.gradient(total, raw) if raw else []
     pairs = zip(variables, gradients, strict=True)
-    return total, {id(v): tf.convert_to_tensor(g) for v, g in pairs}
+    return total, {
+        id(v): tf.convert_to_tensor(g) for v, g in pairs if g is not None
+    }

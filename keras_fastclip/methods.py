@@ -67,7 +67,8 @@ class Part:
             {id(v): v for use in uses for v in use.term.variables}.values()
         )
         self._ghost = _takes_ghost(uses, method)
-        self._keep = method.keep or not all(u.term.has_adjoint for u in uses)
+        self._has_adjoint = all(use.term.has_adjoint_for(use.g) for use in uses)
+        self._keep = method.keep or not self._has_adjoint
         self._built: list[tf.Tensor] | None = None
 
     @property
@@ -103,6 +104,8 @@ class Part:
     def weighted_sum(self, factors: tf.Tensor) -> list[tf.Tensor]:
         """𝒜*(c·g) for each of the variables, with c of shape (batch,)."""
         keep = factors != 0
+        if self._built is None and not self._has_adjoint:
+            self._built = self._build()
         if self._built is not None:
             return [
                 tf.tensordot(tf.cast(factors, b.dtype), select_rows(keep, b), 1)
@@ -136,6 +139,7 @@ def _ghost_norms(uses):
 
 
 def _scaled(g, factors):
+    g = at_least_float32(g)
     shape = [-1] + [1] * (g.shape.rank - 1)
     return g * tf.reshape(tf.cast(factors, g.dtype), shape)
 
@@ -164,6 +168,7 @@ def clipped_sums(
     parts: Sequence[Part],
     clipping: Clipping,
     paths: Sequence[str],
+    batch_size: tf.Tensor,
     real: tf.Tensor | None = None,
 ) -> tuple[dict[int, tf.Tensor], tf.Tensor, tf.Tensor]:
     """Norms, factors and the clipped sum.
@@ -172,6 +177,7 @@ def clipped_sums(
         parts: what `make_parts` returned.
         clipping: norms to factors.
         paths: of all weight-owning layers of the model.
+        batch_size: the number of rows of the batch.
         real: (batch,), false for rows that only fill up the batch.
 
     Returns:
@@ -180,7 +186,9 @@ def clipped_sums(
     """
     groups = dict(zip(paths, clipping.groups(paths), strict=True))
     count = max(groups.values()) + 1
-    norms = widest([part.squared_norms() for part in parts])
+    # A call whose rows are not those of the batch must not pass unnoticed.
+    norms = [tf.reshape(part.squared_norms(), [batch_size]) for part in parts]
+    norms = widest(norms)
     squared = [tf.zeros_like(norms[0])] * count
     for part, norm in zip(parts, norms, strict=True):
         squared[groups[part.path]] += norm

@@ -26,12 +26,7 @@ from keras_fastclip import (
     training_log,
 )
 from keras_fastclip.capture import Recording
-from keras_fastclip.privacy import (
-    OUTSIDE_FIT,
-    Privacy,
-    Settings,
-    require_trainable,
-)
+from keras_fastclip.privacy import Privacy, Settings, require_trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +75,9 @@ def clip(
     uses, _ = recording.backward(example_losses)
     parts = methods.make_parts(uses, privacy.method)
     paths = [unit.path for unit in plan.units]
-    clipped = methods.clipped_sums(parts, privacy.clipping, paths, real)
+    clipped = methods.clipped_sums(
+        parts, privacy.clipping, paths, batch_size, real
+    )
     return Clipped(*clipped, y_pred, example_losses)
 
 
@@ -100,7 +97,7 @@ class PrivateTraining:
         privacy = self._privacy
         batch, real = sampling.unpack(data)
         clipped = clip(self, batch, real)
-        noised = privacy.add_noise(clipped.sums)
+        noised = privacy.add_noise(clipped.sums, drawn=real is not None)
         penalty, penalty_gradients = losses.regularization(self)
         gradients = _mean_gradients(self, noised, penalty_gradients)
         self.optimizer.apply(gradients, self.trainable_variables)
@@ -190,14 +187,14 @@ class PrivateTraining:
         if class_weight is not None:
             arrays = _with_class_weight(arrays, class_weight)
         count = sampling.num_examples(arrays)
-        batch_size = 32 if batch_size is None else batch_size
+        batch_size = min(32, count) if batch_size is None else batch_size
         _validate.positive_integer(batch_size=batch_size)
         if batch_size > count:
             raise ValueError(
                 f"batch_size={batch_size} is larger than the data, which has "
                 f"{count} examples. Use a smaller batch_size."
             )
-        batch = sampling.head(arrays)
+        batch = sampling.some(arrays)
         batch = batch if transform is None else transform(batch)
         privacy.prepare(self, batch, batch_size)
         data = sampling.poisson_dataset(
@@ -223,7 +220,7 @@ class PrivateTraining:
             else functools.partial(keras.Model.fit, self)
         )
         validation_batch_size = validation_batch_size or batch_size
-        with privacy.steps_by(mechanism):
+        with privacy.batches_drawn_by(self, mechanism):
             return fit(
                 data,
                 shuffle=False,
@@ -248,16 +245,14 @@ class PrivateTraining:
         transform = _keras.preprocessing_of(self)
         if transform is not None:
             batch = transform(batch)
-        self._privacy.prepare(self, sampling.head(batch), None)
-        # A callback may call this in the middle of a `fit`.
-        with self._privacy.steps_by(OUTSIDE_FIT):
-            return _inherited(self, "train_on_batch")(
-                x,
-                y,
-                sample_weight=sample_weight,
-                class_weight=class_weight,
-                return_dict=return_dict,
-            )
+        self._privacy.prepare(self, sampling.some(batch), None)
+        return _inherited(self, "train_on_batch")(
+            x,
+            y,
+            sample_weight=sample_weight,
+            class_weight=class_weight,
+            return_dict=return_dict,
+        )
 
     def privacy_spent(self, delta: float, accountant: str = "pld") -> float:
         """ε at the given δ for all steps that the model has made.
@@ -273,14 +268,15 @@ class PrivateTraining:
             `inf` if it is not known how some steps drew their batches, or if
             there was no noise. `privacy_statement` tells why.
         """
-        return self._privacy.ledger.epsilon(delta, accountant)
+        return self._privacy.ledger(self).epsilon(delta, accountant)
 
     def privacy_statement(self, delta: float) -> str:
         """The guarantee in plain English, with what it does not cover."""
         return accounting.statement(
-            self._privacy.ledger,
+            self._privacy.ledger(self),
             delta,
             l2_norm_clip=self._privacy.settings.l2_norm_clip,
+            seeded=self._privacy.settings.seed is not None,
         )
 
     def nonfinite_examples(self) -> int:
@@ -329,6 +325,7 @@ def _refuse_overrides(cls: type) -> None:
     """Refuses classes that replace what makes a model private."""
     for name, remedy in (
         ("train_step", "compute_metrics for own metrics, or a callback"),
+        ("make_train_function", "compute_metrics, or use a callback"),
         (
             "compute_loss",
             "compute_per_example_loss, which returns the loss of "
@@ -387,7 +384,7 @@ class _PrivateModel(PrivateTraining):
         return {
             **super().get_config(),
             **self._privacy.settings.get_config(),
-            "ledger": self._privacy.ledger.get_config(),
+            "ledger": self._privacy.ledger(self).get_config(),
         }
 
     @classmethod
@@ -402,7 +399,8 @@ class _PrivateModel(PrivateTraining):
             )
         model = cls._from_plain_config(config, custom_objects)
         if ledger is not None:
-            model._privacy.ledger = accounting.Ledger.from_config(ledger)
+            saved = accounting.Ledger.from_config(ledger)
+            model._privacy.continue_from(saved)
         return model
 
     @classmethod
@@ -519,7 +517,7 @@ class DPFunctional(DPModel, _keras.Functional):
         return {
             **_keras.functional_config(self),
             **self._privacy.settings.get_config(),
-            "ledger": self._privacy.ledger.get_config(),
+            "ledger": self._privacy.ledger(self).get_config(),
         }
 
     @classmethod

@@ -1,8 +1,11 @@
 """Gaussian noise, drawn on the device.
 
-The generator is counter-based (Philox). Its key is 128 bits from the operating
-system, held in a variable that is never saved; the step number and the index
-of the weight select the stream. So no two draws share a stream, and the noise
+The generator is Philox, which is counter-based: a 64-bit key and a 128-bit
+counter select the values. The key and the upper half of the counter start are
+128 secret bits from the operating system, held in a variable that is never
+saved; the step number and the index of the weight are added to the upper half
+of the counter, and the values of one weight run through the lower half. So no
+two draws share a value of the counter, with and without XLA, and the noise
 cannot be recomputed from anything that is written to disk.
 """
 
@@ -10,7 +13,9 @@ import secrets
 
 import tensorflow as tf
 
-_INT64 = 1 << 63
+PHILOX = 1
+# Counters of one step: more weights than any model has.
+STREAMS_PER_STEP = 1 << 20
 
 
 class GaussianNoise:
@@ -23,12 +28,16 @@ class GaussianNoise:
     """
 
     def __init__(self, seed: int | None = None):
-        if seed is None:
-            key = [secrets.randbits(64) - _INT64 for _ in range(2)]
-        else:
-            key = [int(seed), 0]
+        secret = [secrets.randbits(64), secrets.randbits(64)]
+        if seed is not None:
+            secret = [int(seed), 0]
         with tf.init_scope():
-            self._key = tf.Variable(key, dtype=tf.int64, trainable=False)
+            # Held as signed integers, which all devices have.
+            self._secret = tf.Variable(
+                [word - (1 << 64) if word >> 63 else word for word in secret],
+                dtype=tf.int64,
+                trainable=False,
+            )
 
     def draw(
         self, like: list[tf.Tensor], stddev: float, step: tf.Tensor
@@ -36,15 +45,24 @@ class GaussianNoise:
         """Noise of the shapes and types of `like`.
 
         Args:
-            like: tensors.
+            like: tensors, of float32 or float64.
             stddev: standard deviation.
             step: number of the step; each number may be used once only.
         """
-        step_key = tf.random.fold_in(self._key, step)
-        keys = tf.random.split(step_key, max(len(like), 1))
-        return [
-            tf.random.stateless_normal(
-                tf.shape(tensor), keys[index], stddev=stddev, dtype=tensor.dtype
+        secret = tf.bitcast(self._secret.read_value(), tf.uint64)
+        first = tf.cast(step, tf.uint64) * tf.constant(
+            STREAMS_PER_STEP, tf.uint64
+        )
+        noise = []
+        for index, tensor in enumerate(like):
+            # Unsigned sums wrap around, which keeps streams apart all the same.
+            upper = secret[1] + first + tf.constant(index, tf.uint64)
+            values = tf.raw_ops.StatelessRandomNormalV2(
+                shape=tf.shape(tensor),
+                key=secret[:1],
+                counter=tf.stack([tf.zeros([], tf.uint64), upper]),
+                alg=PHILOX,
+                dtype=tensor.dtype,
             )
-            for index, tensor in enumerate(like)
-        ]
+            noise.append(values * tf.cast(stddev, tensor.dtype))
+        return noise

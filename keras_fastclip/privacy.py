@@ -37,6 +37,8 @@ class Settings:
             _validate.positive_integer(
                 expected_batch_size=self.expected_batch_size
             )
+        if self.seed is not None:
+            _validate.non_negative_integer(seed=self.seed)
         if self.registry is not None and not isinstance(
             self.registry, LayerRegistry
         ):
@@ -47,11 +49,11 @@ class Settings:
         clipping.get(self.clipping, self.l2_norm_clip)
 
     def get_config(self) -> dict[str, Any]:
-        """All but the registry, which holds functions."""
+        """All but the registry, which holds functions, and the seed."""
         config = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name != "registry"
+            if field.name not in ("registry", "seed")
         }
         if isinstance(self.clipping, clipping.Clipping):
             config["clipping"] = keras.saving.serialize_keras_object(
@@ -64,9 +66,14 @@ class Settings:
         return [field.name for field in dataclasses.fields(cls)]
 
 
-OUTSIDE_FIT = Unaccounted(
+UNKNOWN_BATCHES = Unaccounted(
     "steps were made outside `fit`, or by `fit` on data that the library does "
     "not sample itself; how their batches were drawn is not known"
+)
+LOST_STEPS = Unaccounted(
+    "the optimizer has made more steps than the model has a record of: its "
+    "state was loaded without the record, or it was used otherwise (after "
+    "training on public data, compile the model anew)"
 )
 
 
@@ -85,12 +92,14 @@ class Privacy:
         self.registry = settings.registry or default_registry()
         self.expected_batch_size = settings.expected_batch_size
         with tf.init_scope():
-            # Counts in the graph of the step itself, so no step is missed.
-            self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+            # Counted in the graph of the step itself, so no step is missed:
+            # those on batches that the library drew, and all others.
+            self.drawn_steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.other_steps = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.nonfinite = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._ledger = Ledger()
-        self._recorded = 0
-        self._mechanism: PoissonSampling | Unaccounted = OUTSIDE_FIT
+        self._recorded = 0, 0
+        self._mechanism: PoissonSampling | None = None
         self.sampling_rng = np.random.default_rng(settings.seed)
         self._plan: Plan | None = None
         self._signature: tuple | None = None
@@ -102,41 +111,53 @@ class Privacy:
 
     # -- the ledger ---------------------------------------------------------
 
-    @property
-    def ledger(self) -> Ledger:
+    def ledger(self, model: keras.Model) -> Ledger:
         """All steps so far, each with how its batch was drawn."""
-        steps = int(self.steps.numpy())
-        self._ledger.record(self._mechanism, steps - self._recorded)
-        self._recorded = steps
+        drawn = int(self.drawn_steps.numpy())
+        others = int(self.other_steps.numpy())
+        mechanism = self._mechanism or UNKNOWN_BATCHES
+        self._ledger.record(mechanism, drawn - self._recorded[0])
+        self._ledger.record(UNKNOWN_BATCHES, others - self._recorded[1])
+        self._recorded = drawn, others
+        # A ledger that knows of all steps has at least as many as the
+        # optimizer of the moment has made.
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None:
+            made = int(optimizer.iterations.numpy())
+            missing = max(0, made - self._ledger.total_steps)
+            self._ledger.record(LOST_STEPS, missing)
         return self._ledger
 
-    @ledger.setter
-    def ledger(self, ledger: Ledger) -> None:
-        """Goes on from a ledger, with step numbers that were not used yet."""
+    def continue_from(self, ledger: Ledger) -> None:
+        """Takes over the ledger of a saved model."""
         self._ledger = ledger
-        self._recorded = ledger.total_steps
-        self.steps.assign(self._recorded)
 
     @contextlib.contextmanager
-    def steps_by(self, mechanism: PoissonSampling | Unaccounted):
-        """Steps made inside are entered with this mechanism."""
-        self.ledger  # noqa: B018 - enters what came before
+    def batches_drawn_by(self, model: keras.Model, mechanism: PoissonSampling):
+        """Steps on batches drawn inside are entered with this mechanism."""
+        self.ledger(model)  # enters what came before
         before, self._mechanism = self._mechanism, mechanism
         try:
             yield
         finally:
-            self.ledger  # noqa: B018
+            self.ledger(model)
             self._mechanism = before
 
     # -- a step -------------------------------------------------------------
 
-    def add_noise(self, sums: dict[int, tf.Tensor]) -> dict[int, tf.Tensor]:
-        """Adds noise to the clipped sums, once, and counts the step."""
+    def add_noise(
+        self, sums: dict[int, tf.Tensor], drawn: bool
+    ) -> dict[int, tf.Tensor]:
+        """Adds noise to the clipped sums, once, and counts the step.
+
+        Args:
+            sums: by id of the weight.
+            drawn: whether the library drew the batch.
+        """
         self.denominator()  # If it is not known, there is no step.
-        noise = self.noise.draw(
-            list(sums.values()), self.noise_stddev, self.steps.read_value()
-        )
-        self.steps.assign_add(1)
+        step = self.drawn_steps + self.other_steps
+        noise = self.noise.draw(list(sums.values()), self.noise_stddev, step)
+        (self.drawn_steps if drawn else self.other_steps).assign_add(1)
         return {
             key: total + random
             for (key, total), random in zip(sums.items(), noise, strict=True)
@@ -148,7 +169,9 @@ class Privacy:
             raise ValueError(
                 "The gradient is divided by the expected batch size, which "
                 "must not depend on the data: pass expected_batch_size= to "
-                "the model, or let `fit` draw the batches from arrays."
+                "the model, give batches of a fixed size (tf.data: "
+                ".batch(n, drop_remainder=True)), or let `fit` draw the "
+                "batches from arrays."
             )
         return float(self.expected_batch_size)
 
@@ -174,7 +197,7 @@ class Privacy:
         """
         require_trainable(model)
         signature = self._signature_of(model, batch)
-        if self._plan is None or signature != self._signature:
+        if self._plan is None or not _fits(signature, self._signature):
             plan = probe(
                 model,
                 _eager(batch),
@@ -192,8 +215,8 @@ class Privacy:
         # The library's own losses are right whatever the sample weights are.
         custom = getattr(model, "compute_per_example_loss", None)
         seen = batch[:2] if custom is None else batch
-        ranks = [
-            None if leaf is None else len(leaf.shape)
+        shapes = [
+            None if leaf is None else tuple(leaf.shape)[1:]
             for leaf in keras.tree.flatten(seen)
         ]
         return (
@@ -202,8 +225,29 @@ class Privacy:
             [layer.trainable for layer in _keras.layers_of(model)],
             # Held here, so that no other loss gets its id.
             model._compile_loss,
-            ranks,
+            shapes,
         )
+
+
+def _fits(signature: Any, checked: Any) -> bool:
+    """Whether a model and batch are as they were checked.
+
+    While tracing, sizes may be unknown; those that are known must agree.
+    """
+    *model, shapes = signature
+    *checked_model, checked_shapes = checked
+    if model != checked_model or len(shapes) != len(checked_shapes):
+        return False
+    return all(
+        mine == right
+        or None not in (mine, right)
+        and len(mine) == len(right)
+        and all(
+            None in pair or pair[0] == pair[1]
+            for pair in zip(mine, right, strict=True)
+        )
+        for mine, right in zip(shapes, checked_shapes, strict=True)
+    )
 
 
 def require_trainable(model: keras.Model) -> None:
@@ -234,6 +278,11 @@ def require_trainable(model: keras.Model) -> None:
             "steps depending on the data. Use mixed_bfloat16 or float32."
         )
     for layer in _keras.layers_of(model):
+        if isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix)):
+            raise ValueError(
+                f"Layer {layer.path!r} ({type(layer).__name__}) mixes "
+                "examples: it blends them with each other. Remove it."
+            )
         if getattr(layer, "quantization_mode", None) == "float8":
             raise ValueError(
                 f"Layer {layer.path!r} is quantized to float8, whose scales "

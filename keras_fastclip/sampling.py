@@ -237,7 +237,8 @@ def as_arrays(structure: Any) -> Any:
     become NumPy arrays, floating-point ones in Keras's default type.
     """
     if isinstance(structure, (list, tuple)) and (
-        not structure or isinstance(structure[0], (str, bytes, int, float))
+        not structure
+        or isinstance(structure[0], (str, bytes, int, float, np.generic))
     ):
         return as_arrays(np.array(structure))
     if isinstance(structure, (list, tuple)):
@@ -270,27 +271,34 @@ def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
     return part(slice(None, kept)), part(slice(kept, None))
 
 
-def head(arrays: Any, rows: int = 64) -> Any:
-    """The first rows of every array."""
+def some(arrays: Any, rows: int = 64) -> Any:
+    """Some rows of every array, from all over it: data may be sorted."""
+    count = num_examples(arrays)
+    chosen = np.linspace(0, count - 1, min(rows, count)).astype(np.int64)
     return tf.nest.map_structure(
-        lambda leaf: (
-            None if leaf is None else tf.convert_to_tensor(leaf[:rows])
-        ),
-        arrays,
+        lambda leaf: None if leaf is None else _rows(leaf, chosen), arrays
     )
+
+
+def _rows(leaf, chosen):
+    if isinstance(leaf, tf.Tensor):
+        return tf.gather(leaf, chosen)
+    return tf.convert_to_tensor(leaf[chosen])
 
 
 def peek(stream: Any) -> tuple[tuple[Any, Any, Any], Any]:
     """The first batch of a stream, and the stream as it was before."""
     if isinstance(stream, tf.data.Dataset):
-        first = next(iter(stream.take(1)))
+        first = next(iter(stream.take(1)), None)
     elif isinstance(stream, keras.utils.PyDataset):
         first = stream[0]
     else:
-        first = next(stream)
+        first = next(stream, None)
         stream = _put_back(first, stream)
+    if first is None:
+        raise ValueError("The data set is empty.")
     batch, _ = unpack(first)
-    return head(batch), stream
+    return some(as_arrays(batch)), stream
 
 
 def _put_back(first, stream):

@@ -35,10 +35,11 @@ def convolution(layer, inputs):
     def adjoint(g, keep):
         # The convolution is written again for the sake of its gradient; its
         # own result is not used, so a graph does not compute it.
-        kernel = tf.cast(tf.convert_to_tensor(layer.kernel), inputs.dtype)
+        kept = select_rows(keep, at_least_float32(inputs))
+        kernel = tf.cast(tf.convert_to_tensor(layer.kernel), kept.dtype)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(kernel)
-            again = _convolve(layer, select_rows(keep, inputs), kernel)
+            again = _convolve(layer, kept, kernel)
         return tape.gradient(again, kernel, output_gradients=g)
 
     channels_first = layer.data_format == "channels_first"

@@ -46,8 +46,6 @@ class LayerLocal(Term):
             generator and its value for each example, (B, *state shape).
     """
 
-    has_adjoint = False
-
     def __init__(
         self,
         function: Callable,
@@ -90,6 +88,9 @@ class LayerLocal(Term):
 
     def _values(self):
         return [tf.convert_to_tensor(_keras.raw(v)) for v in self.variables]
+
+    def has_adjoint_for(self, g):
+        return False
 
     def forward(self) -> Any:
         """What the function returns, computed example by example."""
@@ -135,13 +136,16 @@ class UserRule(LayerLocal):
     """A rule that gives ζ and Ω only; 𝒜* is the derivative of its ζ."""
 
     has_omega = True
-    has_adjoint = True
 
     def __init__(
         self, *args, omega: Callable[[tf.Tensor], tf.Tensor], **kwargs
     ):
         super().__init__(*args, **kwargs)
         self._omega = omega
+
+    def has_adjoint_for(self, g):
+        # The rule computes ζ, and its derivative, in the layer's precision.
+        return at_least_float32(g).dtype == g.dtype
 
     def adjoint(self, g, keep):
         # A kept example stands in for those left out: ζ may have no finite

@@ -62,7 +62,8 @@ class Linear(Term):
         return by_example(a, rows), by_example(g, rows)
 
     def adjoint(self, g, keep):
-        a, g = select_rows(keep, self._a), self._canonical(g)
+        a = select_rows(keep, at_least_float32(self._a))
+        g = at_least_float32(self._canonical(g))
         if a.shape.rank == 4:
             return (self._to_kernel(tf.einsum("btsd,btsp->sdp", a, g)),)
         # One 2-D product is faster than what autodiff makes of a 3-D one.
@@ -101,11 +102,14 @@ def ghost_norm(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     sizes = magnitudes(a, g)
     if a.shape[-2] == 1:
         return _sum_but_first(tf.square(sizes))
-    gram = tf.matmul(a, a, transpose_b=True)
-    gram *= tf.matmul(g, g, transpose_b=True)
     largest = _sum_but_first(tf.square(tf.reduce_sum(sizes, -1)))
-    width = a.shape[-1] + g.shape[-1]
-    return rounded_up(_sum_but_first(gram), largest, width)
+    return rounded_up(gram_product(a, g), largest, a.shape[-1] + g.shape[-1])
+
+
+def gram_product(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
+    """⟨aaᵀ, ggᵀ⟩ of each example, as it comes out."""
+    gram = tf.matmul(a, a, transpose_b=True)
+    return _sum_but_first(gram * tf.matmul(g, g, transpose_b=True))
 
 
 def magnitudes(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:

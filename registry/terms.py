@@ -80,12 +80,10 @@ class Term:
         variables: the weights, in the order of the tuples that `adjoint` and
             `per_example` return.
         has_omega: whether there is a form of Ω that builds no gradients.
-        has_adjoint: whether there is a form of 𝒜* that builds none.
     """
 
     variables: tuple[Any, ...]
     has_omega = False
-    has_adjoint = True
 
     def adjoint(self, g: Any, keep: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """𝒜*g over the rows where `keep`, (rows,), is true.
@@ -97,6 +95,14 @@ class Term:
 
     def per_example(self, g: Any, rows: Rows) -> tuple[tf.Tensor, ...]:
         raise NotImplementedError
+
+    def has_adjoint_for(self, g: Any) -> bool:
+        """Whether `adjoint` sums such cotangents in float32 or better.
+
+        The sum of many gradients must not be rounded to half precision, or
+        one example could move it by more than its own gradient.
+        """
+        return True
 
     def omega(self, g: Any, rows: Rows) -> tf.Tensor:
         raise NotImplementedError

@@ -71,7 +71,7 @@ def test_causal_language_model_trains_on_strings_and_generates():
         verbose=0,
         validation_data=(SENTENCES[:8],),
     )
-    (entry,) = task._privacy.ledger.entries
+    (entry,) = task._privacy.ledger(task).entries
     assert entry.mechanism.num_examples == 32 and entry.steps == 8
     assert isinstance(task.generate("a b", max_length=8), str)
     batch = task.preprocessor(SENTENCES[:5])

@@ -196,7 +196,7 @@ def test_fit_counts_poisson_steps_and_logs_epsilon(tmp_path):
         validation_split=0.25,
         callbacks=[keras_fastclip.EpsilonTracker(1e-3)],
     ).history
-    (entry,) = model._privacy.ledger.entries
+    (entry,) = model._privacy.ledger(model).entries
     assert entry.mechanism.num_examples == 48
     assert entry.steps == 3 * 5 == int(model.optimizer.iterations.numpy())
     assert history["epsilon"] == sorted(history["epsilon"])
@@ -208,7 +208,7 @@ def test_steps_per_execution_are_all_counted():
     x, y = data()
     model = compiled(functional(), steps_per_execution=3)
     model.fit(x, y, batch_size=8, epochs=2, verbose=0)
-    assert model._privacy.ledger.total_steps == 16
+    assert model._privacy.ledger(model).total_steps == 16
 
 
 def test_two_fits_compose():
@@ -217,7 +217,7 @@ def test_two_fits_compose():
     model.fit(x, y, batch_size=8, verbose=0)
     first = model.privacy_spent(1e-3, "rdp")
     model.fit(x, y, batch_size=16, verbose=0)
-    assert [e.steps for e in model._privacy.ledger.entries] == [8, 4]
+    assert [e.steps for e in model._privacy.ledger(model).entries] == [8, 4]
     assert model.privacy_spent(1e-3, "rdp") > first
     assert model._privacy.expected_batch_size == 16
 
@@ -250,7 +250,7 @@ def test_train_on_batch_is_counted():
     model.fit(x, y, batch_size=8, verbose=0)
     assert model.privacy_spent(1e-3) < np.inf
     model.train_on_batch(x[:8], y[:8])
-    assert model._privacy.ledger.total_steps == 9
+    assert model._privacy.ledger(model).total_steps == 9
     assert model.privacy_spent(1e-3) == np.inf
 
 
@@ -263,7 +263,7 @@ def test_train_on_batch_within_fit_is_not_taken_for_a_drawn_batch():
             model.train_on_batch(x[:8], y[:8])
 
     model.fit(x, y, batch_size=8, verbose=0, callbacks=[Sneak()])
-    assert [e.steps for e in model._privacy.ledger.entries] == [8, 1]
+    assert [e.steps for e in model._privacy.ledger(model).entries] == [8, 1]
     assert model.privacy_spent(1e-3) == np.inf
 
 
@@ -275,7 +275,7 @@ def test_custom_loop_in_a_function_is_counted():
     step = tf.function(model.train_step)
     for _ in range(3):
         step((tf.constant(x[:8]), tf.constant(y[:8])))
-    assert model._privacy.ledger.total_steps == 3
+    assert model._privacy.ledger(model).total_steps == 3
 
 
 def test_interrupted_fit_is_counted():
@@ -288,7 +288,7 @@ def test_interrupted_fit_is_counted():
     model = compiled(functional())
     with pytest.raises(KeyboardInterrupt):
         model.fit(x, y, batch_size=8, verbose=0, callbacks=[Stop()])
-    (entry,) = model._privacy.ledger.entries
+    (entry,) = model._privacy.ledger(model).entries
     assert entry.steps == 3 and model.privacy_spent(1e-3, "rdp") < np.inf
 
 
@@ -471,3 +471,98 @@ def test_import_is_light():
 def test_all_public_names_exist():
     for name in keras_fastclip.__all__:
         assert getattr(keras_fastclip, name) is not None
+
+
+# -- what the ledger must not miss -------------------------------------------
+
+
+def test_optimizer_steps_without_a_record_make_epsilon_infinite(tmp_path):
+    x, y = data()
+    model = compiled(functional())
+    model.fit(x, y, batch_size=16, verbose=0)
+    model.save_weights(str(tmp_path / "w.weights.h5"))
+    again = compiled(functional())
+    again.optimizer.build(again.trainable_variables)
+    again.load_weights(str(tmp_path / "w.weights.h5"))
+    if int(again.optimizer.iterations) > 0:
+        assert again.privacy_spent(1e-3) == np.inf
+        assert "more steps" in again.privacy_statement(1e-3)
+    plain = keras.Sequential([layers.Dense(3)])
+    compiled(plain).fit(x, y, verbose=0)
+    make_private(plain, **SETTINGS)
+    assert plain.privacy_spent(1e-3) == np.inf
+    compiled(plain).fit(x, y, batch_size=16, verbose=0)
+
+
+def test_restored_training_has_no_smaller_epsilon(tmp_path):
+    x, y = data()
+
+    class Crash(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise RuntimeError("crash")
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+
+    model = compiled(functional())
+    with pytest.raises(RuntimeError):
+        model.fit(
+            x,
+            y,
+            batch_size=8,
+            epochs=3,
+            verbose=0,
+            callbacks=[backup(), Crash()],
+        )
+    spent = model.privacy_spent(1e-3, "rdp")
+    again = compiled(functional())
+    again.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[backup()])
+    assert again.privacy_spent(1e-3, "rdp") > spent
+
+
+def test_steps_in_callbacks_of_fit_are_not_taken_for_drawn_ones():
+    x, y = data()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, True)
+    model = compiled(functional())
+
+    class Sneak(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            model.train_step((tf.constant(x[:8]), tf.constant(y[:8])))
+            keras.Model.fit(model, dataset.take(2), verbose=0)
+
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[Sneak()])
+    steps = [entry.steps for entry in model._privacy.ledger(model).entries]
+    assert steps == [8, 3]
+    assert model.privacy_spent(1e-3) == np.inf
+
+
+def test_seeded_noise_is_told():
+    model = compiled(DPSequential([layers.Dense(3)], **SETTINGS, seed=1))
+    x, y = data()
+    model.fit(x, y, verbose=0)
+    assert "fixed seed" in model.privacy_statement(1e-3)
+    assert "seed" not in model.get_config()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_automatic_clipping_normalizes_short_gradients_too(scale):
+    clipping = keras_fastclip.AutomaticClipping(0.5)
+    norms = tf.constant([[scale**2]])
+    found = clipping.bounded_factors(norms)[0, 0] * scale
+    np.testing.assert_allclose(found, 0.5 * scale / (scale + 0.01), rtol=1e-5)
+
+
+def test_own_clipping_in_several_groups_is_bounded():
+    class Greedy(keras_fastclip.Clipping):
+        sensitivity = 1.0
+
+        def groups(self, paths):
+            return list(range(len(paths)))
+
+        def factors(self, squared_norms):
+            return tf.math.rsqrt(squared_norms)
+
+    factors = Greedy().bounded_factors(tf.constant([[4.0], [9.0], [1.0]]))
+    after = np.sqrt(np.sum(np.square(factors) * [[4.0], [9.0], [1.0]]))
+    assert after <= 1 + 1e-6

@@ -11,6 +11,7 @@ from scipy import stats
 
 import keras_fastclip
 from keras_fastclip.checking import loop_over_examples
+from keras_fastclip.noise import GaussianNoise
 from tests.test_zoo import CLIP, private, relative_error
 from tests.zoo import BATCH, ZOO, NoisyQuadratic, cross_entropy, labels, random
 
@@ -252,3 +253,97 @@ def test_float32_is_within_rounding_of_the_loop():
         )
         sums, _ = model.clipped_gradients(x, y)
         assert relative_error(sums, right) < 1e-5
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_every_secret_bit_changes_the_noise(jit):
+    source = GaussianNoise()
+    like = [tf.zeros([3])]
+    draw = tf.function(
+        lambda: source.draw(like, 1.0, tf.constant(5, tf.int64))[0],
+        jit_compile=jit,
+    )
+    secret = source._secret.numpy()
+    seen = {tuple(draw().numpy())}
+    for word in range(2):
+        for bit in range(64):
+            flipped = secret.view("uint64").copy()
+            flipped[word] ^= np.uint64(1 << bit)
+            source._secret.assign(flipped.view("int64"))
+            seen.add(tuple(draw().numpy()))
+    assert len(seen) == 129
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_steps_and_weights_have_streams_of_their_own(jit, float64):
+    source = GaussianNoise()
+    like = [tf.zeros([40, 5], "float64"), tf.zeros([7], "float64")]
+
+    @tf.function(jit_compile=jit)
+    def draw(step):
+        return source.draw(like, 1.0, step)
+
+    values = [
+        np.concatenate(
+            [n.numpy().ravel() for n in draw(tf.constant(s, "int64"))]
+        )
+        for s in range(20)
+    ]
+    assert len(np.unique(values)) == 20 * 207
+
+
+def test_one_example_moves_a_bfloat16_sum_by_no_more_than_the_clip_norm():
+    """The sum over many alike examples is not rounded to half precision."""
+    inputs = keras.Input((300,), dtype="bfloat16")
+    outputs = layers.Dense(200, dtype="mixed_bfloat16")(inputs)
+    model = keras_fastclip.DPModel(
+        inputs,
+        layers.Activation("linear", dtype="float32")(outputs),
+        l2_norm_clip=1.0,
+        noise_multiplier=0.0,
+        expected_batch_size=1,
+    )
+    model.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, 300)) + 0.01 * rng.normal(size=(256, 300))
+    x, y = tf.cast(x, "bfloat16"), 10 + rng.normal(size=(256, 200))
+    all_of_them, _ = model.clipped_gradients(x, y)
+    without_one, _ = model.clipped_gradients(x[1:], y[1:])
+    pairs = zip(all_of_them, without_one, strict=True)
+    assert norm([np.array(a - b, "float64") for a, b in pairs]) <= 1.001
+
+
+def test_longer_sequences_than_were_checked_are_checked_again():
+    class Fold(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = layers.Dense(2)
+
+        def call(self, x):
+            rows = keras.ops.reshape(x, (-1, 3))
+            return keras.ops.reshape(
+                self.inner(rows), (-1, keras.ops.shape(x)[1], 2)
+            )
+
+    inputs = keras.Input((None, 3))
+    outputs = layers.GlobalAveragePooling1D()(Fold()(inputs))
+    model = keras_fastclip.DPModel(
+        inputs,
+        outputs,
+        l2_norm_clip=0.1,
+        noise_multiplier=0.0,
+        expected_batch_size=1,
+    )
+    model.compile("sgd", "mse")
+    for length in (4, 64):
+        x, y = random(1, length, 3), random(1, 2)
+        sums, norms = model.clipped_gradients(10 * x, y)
+        assert norms.shape == (1,)
+        assert norm([np.array(s) for s in sums]) <= 0.1 * (1 + 1e-6)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, None, 3))])
+    def any_length(x):
+        return model.clipped_gradients(x, tf.zeros((tf.shape(x)[0], 2)))
+
+    with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+        any_length(tf.ones((1, 16, 3)))
