@@ -186,11 +186,6 @@ def mask_of(tensor: Any) -> tf.Tensor | None:
     return getattr(tensor, "_keras_mask", None)
 
 
-def set_mask(tensor: tf.Tensor, mask: tf.Tensor) -> None:
-    """Hangs a mask on a tensor."""
-    tensor._keras_mask = mask
-
-
 @contextlib.contextmanager
 def weights_as_constants(variables):
     """Inside, the weights read as constants that no tape follows."""

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from keras_fastclip import _keras
 from keras_fastclip.clipping import Clipping
+from keras_fastclip.methods import groups_of_weights
 from keras_fastclip.model import clip
 from keras_fastclip.sampling import as_arrays, num_examples
 
@@ -68,12 +69,12 @@ def check_gradients(
     )
     plan = privacy.plan(model, batch)
     training = not _keras.draws_random_numbers(model, batch[0])
-    groups = privacy.clipping.groups([unit.path for unit in plan.units])
-    owner, group_of = {}, {}
-    for unit, group in zip(plan.units, groups, strict=True):
-        for variable in unit.variables:
-            owner.setdefault(id(variable), unit.path)
-            group_of.setdefault(id(variable), group)
+    owner = {
+        id(variable): unit.path
+        for unit in reversed(plan.units)
+        for variable in unit.variables
+    }
+    group_of = groups_of_weights(plan, privacy.clipping)
     found = clip(model, batch, training=training)
     right_sums, right_norms = loop_over_examples(
         model, batch, privacy.clipping, group_of, training=training
@@ -131,14 +132,15 @@ def loop_over_examples(
         gradients = _plain_gradient(model, one, training)
         squares = np.zeros(count)
         for variable, gradient in zip(variables, gradients, strict=True):
-            squares[group_of[id(variable)]] += np.sum(np.square(gradient))
+            group = group_of.get(id(variable), 0)
+            squares[group] += np.sum(np.square(gradient))
         factors = np.array(
             clipping.factors(tf.constant(squares[:, None], tf.float64))
         )
         for variable, total, gradient in zip(
             variables, sums, gradients, strict=True
         ):
-            total += factors[group_of[id(variable)], 0] * gradient
+            total += factors[group_of.get(id(variable), 0), 0] * gradient
         totals.append(squares.sum())
     return sums, np.array(totals)
 

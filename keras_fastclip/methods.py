@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from keras_fastclip.capture import Use
+from keras_fastclip.capture import Plan, Use
 from keras_fastclip.clipping import Clipping
 from keras_fastclip.registry import shared
 from keras_fastclip.registry.terms import (
@@ -162,6 +162,17 @@ def make_parts(uses: Sequence[Use], method: Method) -> list[Part]:
         merged = [other for cluster in joined for other in cluster] + [use]
         clusters = [*others, merged]
     return [Part(cluster, method) for cluster in clusters]
+
+
+def groups_of_weights(plan: Plan, clipping: Clipping) -> dict[int, int]:
+    """By id of each weight that the losses depend on, its group."""
+    groups = clipping.groups([unit.path for unit in plan.units])
+    reached = {path for path, _ in plan.reached}
+    found = {}
+    for unit, group in zip(plan.units, groups, strict=True):
+        for variable in unit.variables if unit.path in reached else ():
+            found.setdefault(id(variable), group)
+    return found
 
 
 def clipped_sums(

@@ -13,6 +13,7 @@ from keras_fastclip import _keras
 from keras_fastclip.capture import Plan
 from keras_fastclip.clipping import Clipping
 from keras_fastclip.losses import first_tensor, per_example_losses
+from keras_fastclip.methods import groups_of_weights
 from keras_fastclip.registry.terms import at_least_float32
 
 
@@ -25,16 +26,10 @@ def clip(
     training: bool,
 ) -> tuple:
     """As the other methods: the fields of `model.Clipped`."""
-    paths = [unit.path for unit in plan.units]
-    groups = clipping.groups(paths)
-    reached = {path for path, _ in plan.reached}
-    group_of = {}
-    for unit, group in zip(plan.units, groups, strict=True):
-        for variable in unit.variables if unit.path in reached else ():
-            group_of.setdefault(id(variable), group)
+    group_of = groups_of_weights(plan, clipping)
     variables = [v for v in model.trainable_variables if id(v) in group_of]
     raw = [_keras.raw(v) for v in variables]
-    count = max(groups) + 1
+    count = max(group_of.values()) + 1
 
     def one_example(i):
         x, y, sample_weight = keras.tree.map_structure(

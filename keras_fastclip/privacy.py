@@ -109,6 +109,11 @@ class Privacy:
         """On the sum of the clipped gradients."""
         return self.settings.noise_multiplier * self.clipping.sensitivity
 
+    @property
+    def steps(self) -> tf.Tensor:
+        """The number of steps made with this object."""
+        return self.drawn_steps + self.other_steps
+
     # -- the ledger ---------------------------------------------------------
 
     def ledger(self, model: keras.Model) -> Ledger:
@@ -155,8 +160,9 @@ class Privacy:
             drawn: whether the library drew the batch.
         """
         self.denominator()  # If it is not known, there is no step.
-        step = self.drawn_steps + self.other_steps
-        noise = self.noise.draw(list(sums.values()), self.noise_stddev, step)
+        noise = self.noise.draw(
+            list(sums.values()), self.noise_stddev, self.steps
+        )
         (self.drawn_steps if drawn else self.other_steps).assign_add(1)
         return {
             key: total + random
@@ -281,7 +287,7 @@ def require_trainable(model: keras.Model) -> None:
         if isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix)):
             raise ValueError(
                 f"Layer {layer.path!r} ({type(layer).__name__}) mixes "
-                "examples: it blends them with each other. Remove it."
+                "examples: it blends examples with each other. Remove it."
             )
         if getattr(layer, "quantization_mode", None) == "float8":
             raise ValueError(

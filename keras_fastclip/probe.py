@@ -884,8 +884,6 @@ def _remedy(layer):
         )
     if isinstance(layer, keras.layers.RNN):
         return "Use stateful=False."
-    if type(layer).__name__ in ("MixUp", "CutMix"):
-        return "Remove it: it blends examples with each other."
     return (
         "Let every example be computed from its own data alone, without sums, "
         "means, sorting or statistics over the batch axis."

@@ -102,7 +102,7 @@ def _real_rows(structure, real):
             return None
         rows, mask = tf.boolean_mask(leaf, real), _keras.mask_of(leaf)
         if mask is not None:
-            _keras.set_mask(rows, tf.boolean_mask(mask, real))
+            _keras.with_mask(rows, tf.boolean_mask(mask, real))
         return rows
 
     return keras.tree.map_structure(select, structure)

@@ -151,7 +151,7 @@ def test_masks_hang_on_tensors():
     np.testing.assert_array_equal(_keras.mask_of(output), [[False, True]])
     other = tf.ones(3)
     assert _keras.mask_of(other) is None
-    _keras.set_mask(other, other > 0)
+    _keras.with_mask(other, other > 0)
     np.testing.assert_array_equal(_keras.mask_of(other), [True] * 3)
 
 

@@ -482,11 +482,9 @@ def test_optimizer_steps_without_a_record_make_epsilon_infinite(tmp_path):
     model.fit(x, y, batch_size=16, verbose=0)
     model.save_weights(str(tmp_path / "w.weights.h5"))
     again = compiled(functional())
-    again.optimizer.build(again.trainable_variables)
     again.load_weights(str(tmp_path / "w.weights.h5"))
-    if int(again.optimizer.iterations) > 0:
-        assert again.privacy_spent(1e-3) == np.inf
-        assert "more steps" in again.privacy_statement(1e-3)
+    assert again.privacy_spent(1e-3) == np.inf
+    assert "more steps" in again.privacy_statement(1e-3)
     plain = keras.Sequential([layers.Dense(3)])
     compiled(plain).fit(x, y, verbose=0)
     make_private(plain, **SETTINGS)

@@ -856,10 +856,6 @@ TRAINING_REFUSED = {
         lambda model: model.fit(*arrays(), batch_size=ROWS + 1),
         ["batch_size=9", "8 examples", "smaller"],
     ),
-    "default_batch_larger_than_the_data": (
-        lambda model: model.fit(*arrays()),
-        ["batch_size=32", "8 examples", "smaller"],
-    ),
     "batch_of_nothing": (
         lambda model: model.fit(*arrays(), batch_size=0),
         ["batch_size=0"],
