@@ -1,8 +1,8 @@
 """The zoo: one small model of every ordinary kind, with data to train it on.
 
 `ZOO` maps names to functions that return `(build, x, y, loss)`: `build(make)`
-makes the model, where `make(inputs, outputs)` is `keras.Model` or a private
-class, so the same description serves plain and private models.
+makes the model, where `make(inputs, outputs)` is a model class with its privacy
+settings bound by `functools.partial`.
 """
 
 import keras
@@ -244,6 +244,24 @@ def nested():
         stack = keras.Sequential([layers.Dense(4, "relu"), inner])
         x = keras.Input((5,))
         return make(x, layers.Dense(CLASSES)(stack(x)))
+
+    return build, random(BATCH, 5), labels(BATCH), cross_entropy()
+
+
+@entry
+def subclassed():
+    def build(make):
+        class Subclassed(make.func):
+            def __init__(self, **kwargs):
+                super().__init__(**kwargs)
+                self.hidden = layers.Dense(6, activation="tanh")
+                self.temperature = self.add_weight(shape=(), initializer="ones")
+                self.head = layers.Dense(CLASSES)
+
+            def call(self, x):
+                return self.head(self.hidden(x)) * self.temperature
+
+        return Subclassed(**make.keywords)
 
     return build, random(BATCH, 5), labels(BATCH), cross_entropy()
 

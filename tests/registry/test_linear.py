@@ -173,7 +173,16 @@ def test_cancelling_case_needs_the_margin():
 
 @pytest.mark.parametrize(
     "positions, d, p",
-    [(47, 1, 1), (8, 256, 8), (2, 64, 64), (2, 256, 256), (4, 1024, 1024)],
+    [
+        (47, 1, 1),
+        (47, 8, 8),
+        (8, 256, 8),
+        (8, 32, 32),
+        (2, 64, 64),
+        (2, 128, 128),
+        (2, 256, 256),
+        (4, 1024, 1024),
+    ],
 )
 def test_ghost_norm_is_not_below_the_true_norm_of_constant_inputs(
     positions, d, p
