@@ -1,0 +1,54 @@
+"""The code in the README runs as it stands."""
+
+import pathlib
+import re
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_fastclip
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+
+
+def blocks():
+    text = README.read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def block_with(words):
+    (found,) = [block for block in blocks() if words in block]
+    return found
+
+
+def test_quick_start_and_follow_epsilon(capsys):
+    rng = np.random.default_rng(0)
+    names = {
+        "x": rng.normal(size=(512, 8)).astype("float32"),
+        "y": rng.integers(0, 10, 512),
+    }
+    exec(block_with("was: keras.Sequential("), names)
+    assert "PRIVACY STATEMENT" in capsys.readouterr().out
+    exec(block_with("EpsilonTracker"), names)
+    assert 0 < names["model"].privacy_spent(1e-5) < np.inf
+
+
+def test_rule_of_the_readme_is_right(float64):
+    names = {"keras": keras, "keras_fastclip": keras_fastclip, "tf": tf}
+    exec(block_with("def scale_rule"), names)
+    inputs = keras.Input((5,))
+    model = keras_fastclip.DPModel(
+        inputs,
+        names["Scale"]()(inputs),
+        l2_norm_clip=0.1,
+        noise_multiplier=1.0,
+        strict=True,
+    )
+    model.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    names |= {"model": model}
+    names |= {"x": rng.normal(size=(8, 5)), "y": rng.normal(size=(8, 5))}
+    exec(block_with("check_gradients(model"), names)
+    report = keras_fastclip.check_gradients(model, names["x"], names["y"])
+    assert report.relative_error < 1e-9
