@@ -266,10 +266,11 @@ def require_trainable(model: keras.Model) -> None:
             "Private training needs a loss: pass `loss=` to `compile`. Losses "
             "made with add_loss alone are not enough."
         )
-    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+    # The strategy under which the model was made, or else the present one.
+    if model.distribute_strategy.num_replicas_in_sync > 1:
         raise ValueError(
-            "Training on several replicas is not supported yet: train outside "
-            "`strategy.scope()`."
+            "Training on several replicas is not supported yet: make and train "
+            "the model outside `strategy.scope()`."
         )
     optimizer = model.optimizer
     if getattr(optimizer, "gradient_accumulation_steps", None):
