@@ -16,6 +16,7 @@ from keras_fastclip.registry import (
     default_registry,
     register,
 )
+from keras_fastclip.replacement import replace_batch_normalization
 
 __version__ = "0.1.0.dev0"
 
@@ -35,4 +36,5 @@ __all__ = [
     "default_registry",
     "make_private",
     "register",
+    "replace_batch_normalization",
 ]

@@ -5,6 +5,7 @@ Keras changes what it relies on.
 """
 
 import contextlib
+import functools
 from typing import Any
 
 import keras
@@ -289,3 +290,55 @@ def save_as(cls: type, original: type) -> None:
     name = GLOBAL_CUSTOM_NAMES.get(original)
     if name is not None:
         GLOBAL_CUSTOM_NAMES[cls] = name
+
+
+def copy_graph(model: keras.Model, copy_operation) -> tuple[Any, Any]:
+    """Inputs and outputs of a functional model, its operations copied."""
+    inputs = keras.tree.map_structure(
+        lambda tensor: copy_operation(tensor._keras_history.operation).output,
+        model._inputs_struct,
+    )
+    return inputs, model._run_through_graph(inputs, operation_fn=copy_operation)
+
+
+def copy_lambda(layer: keras.layers.Lambda) -> keras.layers.Lambda:
+    """A Lambda layer of the same function, which no config can hold."""
+    return keras.layers.Lambda(
+        layer.function,
+        output_shape=layer._output_shape,
+        mask=layer.mask,
+        arguments=layer.arguments,
+        **keras.Layer.get_config(layer),
+    )
+
+
+def turn_into(layer: keras.Layer, new: keras.Layer) -> None:
+    """Makes a layer what another one is, for all that refer to it.
+
+    The layer keeps its places in the graphs of models. What Keras adds to an
+    instance when it is made belongs to the new layer; if that is not built
+    yet, it is built when the layer is.
+    """
+    places = {
+        name: vars(layer)[name]
+        for name in ("_inbound_nodes", "_outbound_nodes")
+    }
+    if not new._call_has_mask_arg:
+        # Keras notes the mask, also None, among the arguments of a call.
+        for node in layer._inbound_nodes:
+            arguments = node.arguments
+            kwargs = {k: v for k, v in arguments.kwargs.items() if k != "mask"}
+            node.arguments = type(arguments)(*arguments.args, **kwargs)
+
+    def adopt():
+        vars(layer).clear()
+        vars(layer).update({**vars(new), **places})
+
+    def build(*args, **kwargs):
+        new.build(*args, **kwargs)
+        adopt()
+
+    layer.__class__ = type(new)
+    adopt()
+    if not new.built:
+        vars(layer)["build"] = functools.wraps(new.build)(build)

@@ -879,8 +879,9 @@ def _described(layer):
 def _remedy(layer):
     if isinstance(layer, keras.layers.BatchNormalization):
         return (
-            "Replace it with keras.layers.GroupNormalization or "
-            "LayerNormalization, or freeze it: layer.trainable = False."
+            "Before the model is made private, put GroupNormalization in its "
+            "place with keras_fastclip.replace_batch_normalization(model), or "
+            "freeze it: layer.trainable = False."
         )
     if isinstance(layer, keras.layers.RNN):
         return "Use stateful=False."

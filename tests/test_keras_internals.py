@@ -233,3 +233,66 @@ def test_keras_still_rewrites_bases_of_functional_subclasses():
     x = keras.Input((4,))
     Mine(x, layers.Dense(2)(x))
     assert Mine.__bases__ == (_keras.Functional,)
+
+
+def test_copy_graph_calls_the_copied_operations():
+    x, z = keras.Input((4,), name="x"), keras.Input((4,), name="z")
+    dense = layers.Dense(4)
+    model = keras.Model({"x": x, "z": z}, [dense(x) + z, dense(z)])
+    copies = {}
+
+    def copy(operation):
+        if id(operation) not in copies:
+            made = type(operation).from_config(operation.get_config())
+            copies[id(operation)] = made
+        return copies[id(operation)]
+
+    again = keras.Model(*_keras.copy_graph(model, copy))
+    again.set_weights(model.get_weights())
+    data = {"x": tf.ones((2, 4)), "z": 2 * tf.ones((2, 4))}
+    for a, b in zip(model(data), again(data), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [type(x) for x in again.layers] == [type(x) for x in model.layers]
+
+
+def test_copy_lambda():
+    layer = layers.Lambda(
+        lambda x, factor: x * factor,
+        output_shape=(4,),
+        mask=lambda x, mask: mask,
+        arguments={"factor": 3.0},
+        name="mine",
+    )
+    copy = _keras.copy_lambda(layer)
+    assert copy.name == "mine" and copy.mask is layer.mask
+    assert copy.compute_output_shape((None, 4)) == (None, 4)
+    np.testing.assert_array_equal(copy(tf.ones((2, 4))), 3 * np.ones((2, 4)))
+
+
+def test_turned_layer_keeps_its_place_in_graphs():
+    layer = layers.BatchNormalization(name="mine")
+    x = keras.Input((3, 4))
+    y = layers.Masking()(x)
+    model = keras.Model(x, layer(layer(y)))
+    inner = keras.Model(x, layer(y))
+    new = layers.GroupNormalization(2, name="mine")
+    new.build((None, 3, 4))
+    _keras.turn_into(layer, new)
+    assert type(layer) is layers.GroupNormalization
+    assert model.layers[-1] is inner.layers[-1] is layer
+    assert len(model.weights) == len(inner.weights) == 2
+    data = tf.random.normal((2, 3, 4))
+    np.testing.assert_array_equal(model(data), new(new(data)))
+    again = keras.Model.from_config(model.get_config())
+    assert type(again.layers[-1]) is layers.GroupNormalization
+
+
+def test_turned_layer_is_built_later():
+    layer = layers.BatchNormalization()
+    _keras.turn_into(layer, layers.GroupNormalization(2))
+    model = keras.Sequential([layer])
+    assert not layer.built
+    assert model(tf.ones((2, 3, 4))).shape == (2, 3, 4)
+    assert layer.built and layer.gamma.shape == (4,)
+    assert layer.weights == [layer.gamma, layer.beta]
+    assert layer.get_build_config() == {"input_shape": (2, 3, 4)}
