@@ -54,9 +54,9 @@ def replace_batch_normalization(
 
     Args:
         model: a built functional, Sequential or subclassed model, whose layers
-            and models of your own can be made again from their `get_config`.
-            A model that is not built yet is accepted if no number of groups
-            has to be found.
+            and models of your own can be made again from their `get_config`,
+            and pass no `mask` to the layers to be replaced. A model that is
+            not built yet is accepted if no number of groups has to be found.
         with_: "group" for `GroupNormalization`, or "layer" for
             `LayerNormalization` over the channels, at each position.
         groups: for "group", the number of groups in every layer. By default,
@@ -189,8 +189,10 @@ def _copy(model):
     originals, twins = _keras.layers_of(model), _keras.layers_of(copy)
     if [type(x) for x in originals] != [type(x) for x in twins]:
         raise ValueError(_unlike_message(model, originals, twins))
-    # Outermost first, since a model hands its flag down to its layers.
-    for original, twin in zip(originals, twins, strict=True):
+    pairs = list(zip(originals, twins, strict=True))
+    # A layer hands its flag down, so it comes before all those below it.
+    pairs.sort(key=lambda pair: len(_keras.layers_of(pair[0])), reverse=True)
+    for original, twin in pairs:
         twin.trainable = original.trainable
         twin.name = original.name
         _copy_state(original, twin)

@@ -397,6 +397,18 @@ def test_shared_layers_stay_shared():
     np.testing.assert_allclose(new(x), right, rtol=1e-5)
 
 
+def test_frozen_layers_that_are_shared():
+    norm, dense = Batch(trainable=False), layers.Dense(4)
+    inner = functional(keras.Input((4,)), lambda x: norm(dense(x)))
+    first = functional(keras.Input((4,)), lambda x: inner(x) + dense(x))
+    model = functional(keras.Input((4,)), lambda x: first(inner(norm(x))))
+    dense.trainable = False
+    new = replace_batch_normalization(scramble(model))
+    require_equal_otherwise(model, new)
+    assert new.trainable and not new.trainable_variables
+    np.testing.assert_array_equal(model(random(3, 4)), new(random(3, 4)))
+
+
 def test_models_that_are_not_built():
     model = keras.Sequential([layers.Conv1D(6, 2), Batch(name="bn")])
     with pytest.raises(ValueError, match="'bn'.*not built.*model.build"):
@@ -494,6 +506,32 @@ def test_gradients_after_replacement(float64, build):
     model.compile("sgd", "mse")
     x, y = random(5, 4), random(5, 3, seed=2)
     report = keras_fastclip.check_gradients(model, x, y)
+    assert report.relative_error < 1e-9, str(report)
+
+
+def test_a_task_of_keras_hub_keeps_its_class(float64):
+    keras_hub = pytest.importorskip("keras_hub")
+    backbone = keras_hub.models.ResNetBackbone(
+        input_conv_filters=[64],
+        input_conv_kernel_sizes=[3],
+        stackwise_num_filters=[64, 12],
+        stackwise_num_blocks=[1, 1],
+        stackwise_num_strides=[1, 2],
+        block_type="basic_block",
+        image_shape=(16, 16, 3),
+    )
+    task = keras_hub.models.ResNetImageClassifier(backbone, num_classes=3)
+    scramble(task)
+    new = replace_batch_normalization(task)
+    require_equal_otherwise(task, new)
+    assert not found(new, Batch)
+    assert type(new.backbone) is type(backbone)
+    assert set(found(new.backbone)) == set(found(new))
+    assert set(new.backbone.pyramid_outputs) == set(backbone.pyramid_outputs)
+    keras_fastclip.make_private(new, **SETTINGS)
+    new.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+    x, y = random(3, 16, 16, 3), labels(3, high=3)
+    report = keras_fastclip.check_gradients(new, x, y)
     assert report.relative_error < 1e-9, str(report)
 
 
