@@ -7,8 +7,7 @@ the culprit and a remedy; the test then follows the remedy and finds the model
 right.
 """
 
-import subprocess
-import sys
+import types
 import warnings
 
 import keras
@@ -211,7 +210,6 @@ class TestRandomness:
         "from_keras": FromKeras,
     }
     SEQUENCES = {
-        "spatial_dropout": lambda: layers.SpatialDropout1D(0.5),
         "attention": lambda: (
             lambda x: layers.MultiHeadAttention(1, 2, dropout=0.5)(x, x)
         ),
@@ -220,7 +218,6 @@ class TestRandomness:
     IMAGES = {
         "flip": lambda: layers.RandomFlip(),
         "rotation": lambda: layers.RandomRotation(0.5),
-        "contrast": lambda: layers.RandomContrast(0.5),
     }
 
     def require_bound(self, model):
@@ -328,10 +325,9 @@ class TestMasks:
 class TestCalledSeveralTimes:
     """One layer called k times in a forward pass."""
 
-    @pytest.mark.parametrize("times", [2, 5])
-    def test_dense(self, times):
+    def test_dense(self):
         shared = layers.Dense(4, activation="tanh")
-        right(stack(*[shared] * times, shape=(3, 4)))
+        right(stack(shared, shared, shared, shape=(3, 4)))
 
     def test_convolution(self):
         shared = layers.Conv1D(2, 2, padding="same", activation="tanh")
@@ -769,11 +765,9 @@ class TestKindsOfModels:
     def test_subclassed(self):
         right(compiled(Rows(strict=True)), *self.batch())
 
-    @pytest.mark.parametrize("with_input", [True, False])
-    def test_sequential_by_add(self, with_input):
+    def test_sequential_by_add(self):
         model = keras_fastclip.DPSequential(**self.SETTINGS)
-        if with_input:
-            model.add(keras.Input((4,)))
+        model.add(keras.Input((4,)))
         model.add(layers.Dense(3, activation="tanh"))
         model.add(layers.Dense(2))
         right(compiled(model), *self.batch())
@@ -879,10 +873,6 @@ class TestOrderOfLayers:
         x, y = random(ROWS, 4), 10 * random(ROWS, 2, seed=2)
         right(compiled(AnotherOrder()), x, y)
 
-    def test_functional(self):
-        last, first = layers.Dense(4), layers.Dense(4, activation="tanh")
-        right(stack(first, last))
-
 
 class TestConvolutions:
     """Grouped, dilated, strided, causal, depthwise, separable, transposed."""
@@ -891,8 +881,6 @@ class TestConvolutions:
         "dilated": lambda: layers.Conv1D(3, 2, dilation_rate=2),
         "causal": lambda: layers.Conv1D(3, 2, padding="causal"),
         "depthwise": lambda: layers.DepthwiseConv1D(2, depth_multiplier=2),
-        "separable": lambda: layers.SeparableConv1D(3, 2),
-        "transposed": lambda: layers.Conv1DTranspose(3, 2, strides=2),
     }
     IMAGES = {
         "grouped": lambda: layers.Conv2D(4, 2, groups=2),
@@ -974,7 +962,7 @@ class TestRecurrent:
         ),
     }
 
-    @pytest.mark.parametrize("name", LAYERS)
+    @pytest.mark.parametrize("name", ["lstm", "gru"])
     def test_last_output(self, name):
         right(stack(self.LAYERS[name](), shape=(3, 2)))
 
@@ -989,16 +977,9 @@ class TestRecurrent:
         first = layers.LSTM(2, return_sequences=True)
         right(stack(first, layers.GRU(2), shape=(3, 2)))
 
-    @pytest.mark.parametrize(
-        "kwargs",
-        [{"go_backwards": True}, {"reset_after": False}],
-        ids=lambda kwargs: next(iter(kwargs)),
-    )
-    def test_options(self, kwargs):
-        right(stack(layers.GRU(2, **kwargs), shape=(3, 2)))
-
-    def test_cells(self):
-        right(stack(layers.RNN(layers.GRUCell(2)), shape=(3, 2)))
+    def test_options(self):
+        layer = layers.GRU(2, reset_after=False, go_backwards=True)
+        right(stack(layer, shape=(3, 2)))
 
     @pytest.mark.parametrize("name", LAYERS)
     def test_stateful(self, name):
@@ -1029,11 +1010,10 @@ class TestFrozen:
         "layer, shape, dtype",
         [
             (lambda: layers.Dense(3), (4,), None),
-            (lambda: layers.EinsumDense("btd,de->bte", (3, 2)), (3, 4), None),
             (lambda: layers.Conv1D(3, 2), (3, 4), None),
             (lambda: layers.Embedding(5, 4), (3,), "int32"),
         ],
-        ids=["dense", "einsum", "convolution", "embedding"],
+        ids=["dense", "convolution", "embedding"],
     )
     def test_lora(self, layer, shape, dtype):
         layer = layer()
@@ -1058,21 +1038,14 @@ class TestQuantized:
 
     LAYERS = {
         "dense": (lambda: layers.Dense(4), (4,), None),
-        "einsum": (
-            lambda: layers.EinsumDense("btd,de->bte", (3, 4)),
-            (3, 4),
-            None,
-        ),
         "embedding": (lambda: layers.Embedding(5, 4), (3,), "int32"),
     }
 
     @pytest.mark.parametrize(
         "mode, name",
         [
-            ("int8", "einsum"),
             ("int8", "embedding"),
             ("int4", "dense"),
-            ("int4", "embedding"),
         ],
     )
     def test_integers_with_lora(self, mode, name):
@@ -1180,7 +1153,6 @@ class TestNotFinite:
     def test_example(self, bad, in_target):
         model = around(layers.Dense(3, activation="relu"))
         x, y = data(model)
-        right(model, x, y)
         without, _ = model.clipped_gradients(x[1:], y[1:])
         (y if in_target else x)[0, 0] = bad
         sums, _ = model.clipped_gradients(x, y)
@@ -1228,6 +1200,7 @@ class TestNothing:
     def test_batch_without_rows(self):
         model = self.model()
         x, y = data(model)
+        model.clipped_gradients(x, y)  # checks the model
         sums, norms = model.clipped_gradients(x[:0], y[:0])
         assert norm(sums) == 0 and norms.shape == (0,)
         self.require_noise(lambda m, x, y: update(m, x[:0], y[:0]), x, y)
@@ -1323,41 +1296,20 @@ class TestPrecision:
         assert model.clipped_gradients(*data(model))[1].dtype == tf.float64
 
 
-TWO_REPLICAS = """
-import tensorflow as tf
-cpu = tf.config.list_physical_devices("CPU")[0]
-two = [tf.config.LogicalDeviceConfiguration()] * 2
-tf.config.set_logical_device_configuration(cpu, two)
-import contextlib, keras, numpy as np, keras_fastclip
-
-def trained(scope):
-    with scope:
-        model = keras_fastclip.DPSequential(
-            [keras.Input((5,)), keras.layers.Dense(3)],
-            l2_norm_clip=1.0, noise_multiplier=1.0,
-        )
-        model.compile("sgd", "mse", run_eagerly=True)
-    before = model.get_weights()
-    try:
-        model.fit(np.ones((8, 5)), np.ones((8, 3)), 4, verbose=0)
-    except ValueError as error:
-        assert "several replicas" in str(error), error
-        assert "outside `strategy.scope()`" in str(error), error
-    pairs = zip(before, model.get_weights())
-    return not all(np.array_equal(b, a) for b, a in pairs)
-
-strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-assert not trained(strategy.scope())
-assert trained(contextlib.nullcontext())
-"""
-
-
 class TestReplicas:
-    """2 and more replicas, workers: refused until they are supported."""
+    """2 and more replicas, workers: refused until they are supported.
+
+    With real devices in test_refusals.py.
+    """
 
     def test_two(self):
-        """In a process of its own, since devices are split before all else."""
-        subprocess.run([sys.executable, "-c", TWO_REPLICAS], check=True)
+        model = around(layers.Dense(3))
+        model._distribute_strategy = types.SimpleNamespace(
+            num_replicas_in_sync=2
+        )
+        refuses(model, "several replicas", "outside `strategy.scope()`")
+        model._distribute_strategy = None
+        right(model)
 
 
 class TestLogicalBatch:
