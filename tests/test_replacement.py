@@ -541,9 +541,9 @@ def application(name, **kwargs):
 
 
 def conv_next():
-    """The first blocks; Keras compiles its grouped convolutions every time."""
+    """The first stage; Keras compiles its grouped convolutions every time."""
     model = application("ConvNeXtTiny")
-    name = "convnext_tiny_stage_1_block_1_depthwise_conv"
+    name = "convnext_tiny_stage_1_block_0_depthwise_conv"
     x = layers.GlobalAveragePooling2D()(model.get_layer(name).input)
     return keras.Model(model.input, layers.Dense(3, "softmax")(x))
 
