@@ -1,4 +1,4 @@
-"""KerasHub tasks become private with one call and keep their own `fit`."""
+"""KerasHub: tasks keep their own `fit`, backbones are clipped exactly."""
 
 import keras
 import keras_hub
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import keras_fastclip
+from tests import hub_zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:No rule is registered")
 
@@ -89,3 +90,63 @@ def test_classifier_trains_on_strings_and_labels():
     assert 0 < task.privacy_spent(1e-3, "rdp") < np.inf
     x, y = task.preprocessor(SENTENCES[:5], labels[:5])
     assert keras_fastclip.check_gradients(task, x, y).relative_error < 1e-5
+
+
+# `python -m tests.hub_zoo` goes through all the others.
+BACKBONES = [
+    "AlbertBackbone",
+    "BertBackbone",
+    "BloomBackbone",
+    "CLIPBackbone (embeddings)",
+    "DenseNetBackbone",
+    "DistilBertBackbone",
+    "GPT2Backbone",
+    "GemmaBackbone",
+    "GemmaBackbone (Gemma 2)",
+    "Gemma3Backbone",
+    "Llama3Backbone",
+    "LlamaBackbone",
+    "MistralBackbone",
+    "MixtralBackbone (no added loss)",
+    "OPTBackbone",
+    "ResNetBackbone",
+    "RobertaBackbone",
+    "SwinTransformerBackbone",
+    "T5Backbone",
+    "VGGBackbone",
+    "ViTBackbone",
+    "WhisperBackbone",
+]
+
+
+# Refused although nothing mixes: weights that are looked up or multiplied in a
+# call without a batch axis in front.
+NOT_YET = ("CLIPBackbone (embeddings)", "MixtralBackbone (no added loss)")
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_backbone_gives_the_gradients_of_the_loop(name):
+    try:
+        assert hub_zoo.is_right(name)
+    except keras_fastclip.NotPrivateError as error:
+        if name not in NOT_YET:
+            raise
+        pytest.xfail(str(error))
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        # The loss of a router is one of all tokens of the batch.
+        ("MixtralBackbone", "add_loss with one number for the whole batch"),
+        # Each image is compared with each text of the batch.
+        ("CLIPBackbone", "mixes examples"),
+    ],
+)
+def test_backbone_that_mixes_examples_is_refused(name, reason):
+    with pytest.raises(ValueError, match=reason):
+        hub_zoo.gradient_report(name)
+
+
+def test_zoo_holds_every_backbone():
+    assert set(hub_zoo.exported()) <= set(hub_zoo.ZOO)
