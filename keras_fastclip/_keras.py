@@ -170,6 +170,46 @@ def autocast(layer: keras.Layer):
         yield
 
 
+def up_to_activation(layer: keras.Layer, *args, **kwargs) -> Any:
+    """What the layer computes before it applies its activation."""
+    quantized = getattr(layer, "quantization_mode", None) is not None
+    run = type(layer).quantized_call if quantized else type(layer).call
+    held = vars(layer)
+    activation = held.get("activation")
+    if activation is None:
+        return run(layer, *args, **kwargs)
+    held["activation"] = None
+    try:
+        return run(layer, *args, **kwargs)
+    finally:
+        held["activation"] = activation
+
+
+def attention_scores(layer: keras.Layer, query, key) -> tf.Tensor:
+    """Scores of Attention and AdditiveAttention, before mask and softmax."""
+    return layer._calculate_scores(query=query, key=key)
+
+
+def attention_from_scores(layer: keras.Layer, scores, *args, **kwargs) -> Any:
+    """What such a layer computes from given scores."""
+    held = vars(layer)
+    held["_calculate_scores"] = lambda query, key: scores
+    try:
+        return type(layer).call(layer, *args, **kwargs)
+    finally:
+        del held["_calculate_scores"]
+
+
+def has_mask_argument(layer: keras.Layer) -> bool:
+    """Whether the layer's `call` takes a mask."""
+    return layer._call_has_mask_arg
+
+
+def has_training_argument(layer: keras.Layer) -> bool:
+    """Whether the layer's `call` takes the phase."""
+    return layer._call_has_training_arg
+
+
 def identity(tensor: tf.Tensor) -> tf.Tensor:
     """A new tensor with the value, and the mask, of another."""
     return with_mask(tf.identity(tensor), mask_of(tensor))

@@ -26,6 +26,7 @@ from keras_fastclip.registry.fallback import (
 )
 from keras_fastclip.registry.lookup import LayerRegistry
 from keras_fastclip.registry.terms import ONE_ROW, Rows, Term
+from keras_fastclip.registry.wrappers import rewrite_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,18 +74,23 @@ class Layout:
     repeat: str | None = None
 
 
+Rewrites = tuple[tuple[keras.Layer, Callable], ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What the probe found out about a model; see `probe.py`.
 
     Attributes:
         units: the layers to capture.
+        rewrites: layers that are run in another way, with that way.
         layouts: by (path, number of the call), the layout of each call.
         reached: the calls that the losses depend on; None while the probe is
             finding out.
     """
 
     units: tuple[Unit, ...]
+    rewrites: Rewrites
     layouts: dict[tuple[str, int], Layout]
     reached: frozenset[tuple[str, int]] | None
 
@@ -138,14 +144,14 @@ def find_units(
     for layer in _keras.layers_of(model):
         if id(layer) in inside:
             continue
-        if isinstance(layer, OPAQUE) or id(layer) in opaque:
+        whole = isinstance(layer, OPAQUE) and rewrite_of(layer) is None
+        if whole or id(layer) in opaque:
             below = _keras.layers_of(layer)
             inside.update(id(sublayer) for sublayer in below)
-            variables, rule = layer.trainable_variables, None
+            variables = layer.trainable_variables
         else:
             variables = _keras.own_trainable_variables(layer)
-            quantized = getattr(layer, "quantization_mode", None)
-            rule = None if quantized else registry.lookup(layer)
+        rule = None if id(layer) in opaque else registry.lookup(layer)
         if not variables:
             continue
         path = layer.path or layer.name
@@ -158,11 +164,25 @@ def find_units(
     return tuple(units)
 
 
+def find_rewrites(
+    model: keras.Model, opaque: frozenset[int] = frozenset()
+) -> Rewrites:
+    """The layers to be run in another way, unless they are opaque."""
+    found = [
+        (layer, rewrite_of(layer))
+        for layer in _keras.layers_of(model)
+        if id(layer) not in opaque and layer.trainable_variables
+    ]
+    return tuple(pair for pair in found if pair[1] is not None)
+
+
 Handler = Callable[[Unit, tuple[str, int], Callable, tuple, dict], Any]
 
 
 @contextlib.contextmanager
-def intercept(units: tuple[Unit, ...], handler: Handler) -> Iterator[None]:
+def intercept(
+    units: tuple[Unit, ...], handler: Handler, rewrites: Rewrites = ()
+) -> Iterator[None]:
     """Routes the calls of the units' layers through a handler.
 
     The handler gets the unit, the key of the call, the layer's own method and
@@ -188,12 +208,19 @@ def intercept(units: tuple[Unit, ...], handler: Handler) -> Iterator[None]:
         return call
 
     changed = []
+
+    def exchange(layer, name, method):
+        held = vars(layer)
+        changed.append((held, name, held.get(name)))
+        held[name] = method
+
     try:
+        for layer, rewrite in rewrites:
+            other = functools.partial(rewrite, layer)
+            exchange(layer, "call", functools.wraps(layer.call)(other))
         for unit in units:
-            name, held = unit.call_name, vars(unit.layer)
-            method = getattr(unit.layer, name)
-            changed.append((held, name, held.get(name)))
-            held[name] = route(unit, method)
+            method = getattr(unit.layer, unit.call_name)
+            exchange(unit.layer, unit.call_name, route(unit, method))
         yield
     finally:
         for held, name, before in reversed(changed):
@@ -223,7 +250,10 @@ class Recording:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Recording":
-        self._stack.enter_context(intercept(self._plan.units, self._on_call))
+        plan = self._plan
+        self._stack.enter_context(
+            intercept(plan.units, self._on_call, plan.rewrites)
+        )
         self._stack.enter_context(self._tape)
         return self
 
@@ -270,7 +300,9 @@ class Recording:
                 continue
             reached.add(call.key)
             g = [
-                tf.zeros_like(zeta) if part is None else part
+                tf.zeros_like(zeta)
+                if part is None
+                else tf.ensure_shape(part, zeta.shape)
                 for zeta, part in zip(call.zetas, g, strict=True)
             ]
             g = g[0] if call.single else g

@@ -113,9 +113,8 @@ class Part:
             ]
         total = {id(v): 0.0 for v in self.variables}
         for use in self.uses:
-            rows_kept = use.rows.spread(keep)
-            g = select_rows(rows_kept, _scaled(use.g, use.rows.spread(factors)))
-            sums = use.term.adjoint(g, rows_kept)
+            g = _scaled(use.g, use.rows.spread(factors))
+            sums = use.term.adjoint(g, use.rows.spread(keep))
             for variable, part in zip(use.term.variables, sums, strict=True):
                 part = at_least_float32(part)
                 total[id(variable)] += tf.reshape(part, variable.shape)
@@ -139,9 +138,11 @@ def _ghost_norms(uses):
 
 
 def _scaled(g, factors):
+    """c·g, and zero where c is zero, whatever g holds there."""
     g = at_least_float32(g)
     shape = [-1] + [1] * (g.shape.rank - 1)
-    return g * tf.reshape(tf.cast(factors, g.dtype), shape)
+    factors = tf.reshape(tf.cast(factors, g.dtype), shape)
+    return tf.math.multiply_no_nan(g, factors)
 
 
 def widest(norms: list[tf.Tensor]) -> list[tf.Tensor]:

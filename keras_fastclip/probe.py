@@ -20,6 +20,7 @@ variables that it touches get their values back.
 """
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -93,6 +94,7 @@ class _Probe:
         _keras.call_model(model, self.batch[0], training=False)
         _assign(kept, saved)
         self.state = _State(model)
+        self.rewrites = ()
 
     def run(self) -> Plan:
         with self.state.unchanged():
@@ -102,7 +104,7 @@ class _Probe:
             self._check_integers()
             self._check_size()
             units = self._find_units()
-            plan = Plan(units, self._layouts(units), None)
+            plan = Plan(units, self.rewrites, self._layouts(units), None)
             self._check_coverage(plan)
             self._check_rules(plan)
             return self._check_derivatives(plan)
@@ -117,7 +119,8 @@ class _Probe:
     def _run(self, batch, units=(), handler=None, training=True):
         """Losses from a fresh start, with calls of the units intercepted."""
         self.state.restore()
-        with capture.intercept(units, handler):
+        rewrites = self.rewrites if units else ()
+        with capture.intercept(units, handler, rewrites):
             return self._losses(batch, training)
 
     # -- 2 and 3: state and mixing, by value --------------------------------
@@ -269,7 +272,12 @@ class _Probe:
                     drew.add(id(unit.layer))
                 return outputs
 
-            self._run(self.batch, units, note)
+            rewrites = capture.find_rewrites(self.model, opaque)
+            rewritten = tuple(
+                Unit(layer, f"all of {layer.path}", (), None)
+                for layer, _ in rewrites
+            )
+            self._run(self.batch, units + rewritten, note)
             captured = {id(unit.layer) for unit in units}
             containers = {
                 id(unit.layer)
@@ -281,7 +289,9 @@ class _Probe:
                     for layer in _keras.layers_of(unit.layer)[1:]
                 )
             }
+            containers |= {id(unit.layer) for unit in rewritten} & drew
             if drew == random and containers <= opaque:
+                self.rewrites = rewrites
                 return units
             opaque, random = opaque | containers, frozenset(drew)
 
@@ -528,7 +538,7 @@ class _Probe:
                 gap = np.sum(np.square(_float64(found) - right))
                 scale = max(np.sum(np.square(right)), 1e-4 * whole)
                 self._require_close(part, gap, scale, "sums")
-        return Plan(plan.units, plan.layouts, frozenset(reached))
+        return dataclasses.replace(plan, reached=frozenset(reached))
 
     def _check_same_model(self, calls, losses):
         """Rules must compute what their layers compute."""

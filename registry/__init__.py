@@ -6,10 +6,14 @@ linear layers, `fallback.py` what serves layers without a rule.
 """
 
 from keras_fastclip.registry import (
+    activation,
+    attention,
     convolution,
     dense,
     embedding,
+    keras_hub,
     normalization,
+    recurrent,
 )
 from keras_fastclip.registry.lookup import (
     LayerRegistry,
@@ -19,4 +23,5 @@ from keras_fastclip.registry.lookup import (
 
 __all__ = ["LayerRegistry", "default_registry", "register"]
 
-del convolution, dense, embedding, normalization
+del activation, attention, convolution, dense, embedding
+del keras_hub, normalization, recurrent

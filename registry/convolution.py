@@ -1,11 +1,19 @@
-"""Rules for Conv1D, Conv2D and Conv3D: ζ is the pre-activation.
+"""Rules for convolutions of all kinds: ζ is the pre-activation.
 
 A convolution is linear in its kernel, with a = the patches of the input. The
 patches are shifted slices of the padded input, one for each offset within the
 kernel, so the instantiated form takes one small product for each offset and
 never holds all patches at once.
+
+- A depthwise convolution is one with as many groups as channels.
+- A separable convolution is a depthwise one, whose result is the input of a
+  kernel that acts on channels; the cotangent of the former is g times that
+  kernel, transposed.
+- A transposed convolution is the derivative of a convolution by its input, so
+  input and cotangent change places: patches of g meet the input.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -13,13 +21,18 @@ import math
 import keras
 import tensorflow as tf
 
-from keras_fastclip.registry.dense import added_elsewhere, bias
-from keras_fastclip.registry.linear import Linear, by_example
+from keras_fastclip.registry import lora
+from keras_fastclip.registry.dense import added_elsewhere, bias, positions
+from keras_fastclip.registry.linear import (
+    Linear,
+    by_example,
+    join_blocks,
+)
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.terms import (
     Small,
     at_least_float32,
-    is_variable,
+    is_computed,
     select_rows,
 )
 
@@ -28,55 +41,204 @@ from keras_fastclip.registry.terms import (
 @register(keras.layers.Conv2D)
 @register(keras.layers.Conv3D)
 def convolution(layer, inputs):
-    if not is_variable(layer.kernel):
+    if is_computed(layer, "kernel"):
         return NotImplemented
-    zeta = _convolve(layer, inputs, layer.kernel)
+    if layer.lora_enabled:
+        return _convolution_with_lora(layer, inputs)
+    geometry = Geometry.of(layer, layer.groups)
+    convolve = functools.partial(_convolve, geometry)
+    zeta = convolve(inputs, layer.kernel)
+    terms = [Convolution(layer.kernel, geometry, inputs, convolve)]
+    return _with_bias(layer, zeta, terms)
 
-    def adjoint(g, keep):
-        # The convolution is written again for the sake of its gradient; its
-        # own result is not used, so a graph does not compute it.
-        kept = select_rows(keep, at_least_float32(inputs))
-        kernel = tf.cast(tf.convert_to_tensor(layer.kernel), kept.dtype)
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(kernel)
-            again = _convolve(layer, kept, kernel)
-        return tape.gradient(again, kernel, output_gradients=g)
 
+@register(keras.layers.DepthwiseConv1D)
+@register(keras.layers.DepthwiseConv2D)
+def depthwise_convolution(layer, inputs):
+    geometry = Geometry.of(layer, groups=layer.kernel.shape[-2])
+    convolve = _depthwise(layer)
+    zeta = convolve(inputs, layer.kernel)
+    terms = [Convolution(layer.kernel, geometry, inputs, convolve)]
+    return _with_bias(layer, zeta, terms)
+
+
+@register(keras.layers.SeparableConv1D)
+@register(keras.layers.SeparableConv2D)
+def separable_convolution(layer, inputs):
+    geometry = Geometry.of(layer, groups=layer.depthwise_kernel.shape[-2])
+    depthwise = _depthwise(layer)
+    middle = depthwise(inputs, layer.depthwise_kernel)
+    pointwise = tf.convert_to_tensor(layer.pointwise_kernel)
+    matrix = tf.squeeze(pointwise, list(range(layer.rank)))
+    zeta = tf.matmul(geometry.channels_last(middle), matrix)
+    zeta = geometry.as_given(zeta)
+
+    def by_position(tensor):
+        return positions(geometry.channels_last(tensor))
+
+    def through_pointwise(g):
+        return lora.times_transposed(geometry.channels_last(g), matrix)
+
+    terms = [
+        Convolution(
+            layer.depthwise_kernel,
+            geometry,
+            inputs,
+            depthwise,
+            through_pointwise,
+        ),
+        Linear(
+            layer.pointwise_kernel,
+            by_position(middle),
+            by_position,
+            lambda m: _reshaped(m, layer.pointwise_kernel.shape),
+        ),
+    ]
+    return _with_bias(layer, zeta, terms)
+
+
+@register(keras.layers.Conv1DTranspose)
+@register(keras.layers.Conv2DTranspose)
+@register(keras.layers.Conv3DTranspose)
+def transposed_convolution(layer, inputs):
+    geometry = Geometry.of(layer)
+
+    def convolve(inputs, kernel):
+        return keras.ops.conv_transpose(
+            inputs,
+            kernel,
+            strides=list(layer.strides),
+            padding=layer.padding,
+            output_padding=layer.output_padding,
+            dilation_rate=layer.dilation_rate,
+            data_format=layer.data_format,
+        )
+
+    zeta = convolve(inputs, layer.kernel)
+    terms = [TransposedConvolution(layer.kernel, geometry, inputs, convolve)]
+    return _with_bias(layer, zeta, terms)
+
+
+def _convolution_with_lora(layer, inputs):
+    """A convolution with A, which all groups share, then B on its channels."""
+    groups, rank = layer.groups, layer.lora_rank
+    geometry = Geometry.of(layer, groups)
+    a, b, scale = lora.factors(layer, inputs.dtype)
+
+    def convolve(inputs, kernel):
+        each_group = [1] * (kernel.shape.rank - 1) + [groups]
+        return _convolve(geometry, inputs, tf.tile(kernel, each_group))
+
+    def by_group(tensor):
+        """(rows, *spatial, c) -> (rows, T, groups, c/groups)."""
+        tensor = positions(geometry.channels_last(tensor))
+        width = tensor.shape[-1] // groups
+        shape = tf.concat([tf.shape(tensor)[:2], [groups, width]], 0)
+        return tf.ensure_shape(
+            tf.reshape(tensor, shape), [*tensor.shape[:2], groups, width]
+        )
+
+    def through_b(g):
+        g = geometry.channels_last(g)
+        blocks = tf.split(tf.cast(b, g.dtype), groups, -1)
+        parts = zip(tf.split(g, groups, -1), blocks, strict=True)
+        products = [lora.times_transposed(part, block) for part, block in parts]
+        return scale * tf.concat(products, -1)
+
+    low = scale * by_group(convolve(inputs, a))
+    terms = [
+        SharedByGroups(
+            layer.lora_kernel_a, geometry, inputs, convolve, through_b
+        ),
+        Linear(
+            layer.lora_kernel_b,
+            low,
+            by_group,
+            lambda m: join_blocks(m, (rank, layer.filters)),
+        ),
+    ]
+    return _with_bias(layer, _convolve(geometry, inputs, layer.kernel), terms)
+
+
+def _with_bias(layer, zeta, terms):
+    if not layer.use_bias:
+        return zeta, terms
+    rank = zeta.shape.rank
     channels_first = layer.data_format == "channels_first"
+    shape = [1] * rank
+    shape[1 if channels_first else -1] = layer.bias.shape[0]
+    if added_elsewhere(zeta, shape):
+        return NotImplemented
+    zeta = keras.ops.add(zeta, keras.ops.reshape(layer.bias, shape))
+    offset = bias(layer.bias)
+    if channels_first:
+        spatial = list(range(2, rank))
+        offset = Small(layer.bias, lambda g: tf.reduce_sum(g, spatial))
+    return zeta, [*terms, offset]
 
-    def channels_last(tensor):
-        if not channels_first:
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Which inputs a kernel meets at each position."""
+
+    kernel_size: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilation_rate: tuple[int, ...]
+    padding: str
+    data_format: str
+    groups: int
+
+    @classmethod
+    def of(cls, layer, groups: int = 1) -> "Geometry":
+        return cls(
+            tuple(layer.kernel_size),
+            tuple(layer.strides),
+            tuple(layer.dilation_rate),
+            layer.padding,
+            layer.data_format,
+            groups,
+        )
+
+    @property
+    def rank(self) -> int:
+        return len(self.kernel_size)
+
+    def channels_last(self, tensor: tf.Tensor) -> tf.Tensor:
+        if self.data_format == "channels_last":
             return tensor
         return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
 
-    terms = [Convolution(layer, channels_last(inputs), channels_last, adjoint)]
-    if layer.use_bias:
-        shape = [1] * (layer.rank + 2)
-        shape[1 if channels_first else -1] = layer.filters
-        if added_elsewhere(zeta, shape):
-            return NotImplemented
-        zeta = keras.ops.add(zeta, keras.ops.reshape(layer.bias, shape))
-        offset = bias(layer.bias)
-        if channels_first:
-            spatial = list(range(2, layer.rank + 2))
-            offset = Small(layer.bias, lambda g: tf.reduce_sum(g, spatial))
-        terms.append(offset)
-    return zeta, terms
+    def as_given(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The inverse of `channels_last`."""
+        if self.data_format == "channels_last":
+            return tensor
+        last = tensor.shape.rank - 1
+        return tf.transpose(tensor, [0, last, *range(1, last)])
 
 
-def _convolve(layer, inputs, kernel):
-    padding = layer.padding
+def _convolve(geometry, inputs, kernel):
+    padding = geometry.padding
     if padding == "causal":
-        before = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
+        before = geometry.dilation_rate[0] * (geometry.kernel_size[0] - 1)
         widths = [[0, 0], [before, 0], [0, 0]]
-        if layer.data_format == "channels_first":
+        if geometry.data_format == "channels_first":
             widths = [[0, 0], [0, 0], [before, 0]]
         inputs, padding = tf.pad(inputs, widths), "valid"
     return keras.ops.conv(
         inputs,
         kernel,
-        strides=list(layer.strides),
+        strides=list(geometry.strides),
         padding=padding,
+        dilation_rate=geometry.dilation_rate,
+        data_format=geometry.data_format,
+    )
+
+
+def _depthwise(layer):
+    return functools.partial(
+        keras.ops.depthwise_conv,
+        strides=layer.strides,
+        padding=layer.padding,
         dilation_rate=layer.dilation_rate,
         data_format=layer.data_format,
     )
@@ -86,106 +248,168 @@ class Convolution(Linear):
     """The kernel of a convolution; `Linear` with a = patches, built late.
 
     Args:
-        layer: the convolution.
-        inputs: (rows, *spatial, channels).
-        channels_last: brings a cotangent of ζ into that order of axes.
-        adjoint: 𝒜*, the kernel gradient of the convolution itself.
+        kernel: the weight.
+        geometry: which inputs it meets.
+        inputs: of the call.
+        convolve: the convolution, a function of inputs and kernel.
+        canonical: maps the cotangent of ζ to that of the convolution's
+            result, channels last; by default they are the same.
     """
 
-    def __init__(self, layer, inputs, channels_last, adjoint):
-        self.variables = (layer.kernel,)
-        self._adjoint = adjoint
-        self._channels_last = channels_last
-        self._groups = layer.groups
-        self._slices = functools.partial(_shifted_slices, layer, inputs)
-        sizes = [
-            _output_size(layer, axis, size)
-            for axis, size in enumerate(inputs.shape[1:-1])
-        ]
-        self._positions = None if None in sizes else math.prod(sizes)
-        self._blocks = layer.groups
-
-    def _block_form(self, tensor):
-        """(rows, *spatial, channels) -> (rows, T, channels), or by groups."""
-        width = tensor.shape[-1]
-        shape = [width]
-        if self._groups > 1:
-            shape = [self._groups, width // self._groups]
-        positions = -1 if self._positions is None else self._positions
-        return tf.reshape(tensor, [tf.shape(tensor)[0], positions, *shape])
-
-    def _canonical(self, g):
-        return self._block_form(self._channels_last(g))
+    is_matrix = False
 
     @property
-    def _a(self):
-        return tf.concat([self._block_form(s) for s in self._slices()], -1)
+    def _blocks(self):
+        return self._geometry.groups
+
+    def __init__(self, kernel, geometry, inputs, convolve, canonical=None):
+        self.variables = (kernel,)
+        self._geometry = geometry
+        self._inputs = inputs
+        self._convolve = convolve
+        self._to_result = canonical or geometry.channels_last
+        self._positions = self._count_positions()
+
+    def _count_positions(self):
+        spatial = self._geometry.channels_last(self._inputs).shape[1:-1]
+        sizes = [
+            _output_size(self._geometry, axis, size)
+            for axis, size in enumerate(spatial)
+        ]
+        return None if None in sizes else math.prod(sizes)
+
+    def _operands(self, g):
+        """What is cut into patches, and what the patches meet."""
+        return self._geometry.channels_last(self._inputs), self._to_result(g)
+
+    def _block_form(self, tensor, rows):
+        """(rows, *spatial, c) -> (B, T, c), or (B, groups, T, c/groups)."""
+        width, groups = tensor.shape[-1], self._geometry.groups
+        shape = [width] if groups == 1 else [groups, width // groups]
+        positions = -1 if self._positions is None else self._positions
+        tensor = tf.reshape(tensor, [tf.shape(tensor)[0], positions, *shape])
+        return by_example(at_least_float32(tensor), rows)
+
+    def _patches(self, image, rows):
+        """The patches' values at each offset within the kernel."""
+        for part in _shifted_slices(self._geometry, image):
+            yield self._block_form(part, rows)
+
+    def pair(self, g, rows):
+        image, other = self._operands(g)
+        patches = tf.concat(list(self._patches(image, rows)), -1)
+        return patches, self._block_form(other, rows)
 
     def _to_kernel(self, matrices):
         """(..., [groups,] offsets·channels, filters) -> (..., *kernel)."""
         shape = tuple(self.variables[0].shape)
-        if self._groups > 1:
-            axes = list(range(matrices.shape.rank))
-            axes[-3], axes[-2] = axes[-2], axes[-3]
-            matrices = tf.transpose(matrices, axes)
-        leading = tf.shape(matrices)[: matrices.shape.rank - 1]
-        leading = leading[: -2 if self._groups > 1 else -1]
-        return tf.reshape(matrices, tf.concat([leading, shape], 0))
+        if self._geometry.groups > 1:
+            return join_blocks(matrices, shape)
+        return _reshaped(matrices, shape)
 
     def adjoint(self, g, keep):
-        return (self._adjoint(g, keep),)
+        # The convolution is written again for the sake of its gradient; its
+        # own result is not used, so a graph does not compute it.
+        kept = select_rows(keep, at_least_float32(self._inputs))
+        kernel = tf.convert_to_tensor(self.variables[0])
+        kernel = tf.cast(kernel, kept.dtype)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(kernel)
+            again = self._convolve(kept, kernel)
+        g = self._geometry.as_given(self._to_result(at_least_float32(g)))
+        g = tf.cast(g, again.dtype)
+        return (tape.gradient(again, kernel, output_gradients=g),)
 
     def per_example(self, g, rows):
-        g = by_example(at_least_float32(self._canonical(g)), rows)
-        products = []
-        for part in self._slices():
-            a = by_example(at_least_float32(self._block_form(part)), rows)
-            products.append(tf.matmul(a, g, transpose_a=True))
+        image, other = self._operands(g)
+        other = self._block_form(other, rows)
+        products = [
+            tf.matmul(patch, other, transpose_a=True)
+            for patch in self._patches(image, rows)
+        ]
         return (self._to_kernel(tf.concat(products, -2)),)
 
 
-def _shifted_slices(layer, inputs):
+class SharedByGroups(Convolution):
+    """A kernel that all groups of a convolution have in common.
+
+    Its groups are so many more positions.
+    """
+
+    _blocks = 1
+
+    def _count_positions(self):
+        in_group = super()._count_positions()
+        return in_group and in_group * self._geometry.groups
+
+    def _block_form(self, tensor, rows):
+        width = tensor.shape[-1] // self._geometry.groups
+        shape = [tf.shape(tensor)[0], self._positions or -1, width]
+        return by_example(at_least_float32(tf.reshape(tensor, shape)), rows)
+
+    def _to_kernel(self, matrices):
+        return _reshaped(matrices, self.variables[0].shape)
+
+
+class TransposedConvolution(Convolution):
+    """The kernel of a transposed convolution: patches of g meet the input."""
+
+    def _count_positions(self):
+        sizes = self._geometry.channels_last(self._inputs).shape[1:-1]
+        return None if None in sizes else math.prod(sizes)
+
+    def _operands(self, g):
+        return self._to_result(g), self._geometry.channels_last(self._inputs)
+
+
+def _reshaped(matrices, shape):
+    """(..., d, p) -> (..., *shape)."""
+    leading = tf.shape(matrices)[: matrices.shape.rank - 2]
+    return tf.reshape(matrices, tf.concat([leading, tuple(shape)], 0))
+
+
+def _shifted_slices(geometry, inputs):
     """Yields the part of the padded input that each kernel offset meets."""
-    spatial = range(layer.rank)
+    spatial = range(geometry.rank)
     static = inputs.shape[1:-1].as_list()
     dynamic = tf.shape(inputs)
     sizes = [
         dynamic[1 + i] if static[i] is None else static[i] for i in spatial
     ]
-    outputs = [_output_size(layer, i, sizes[i]) for i in spatial]
+    outputs = [_output_size(geometry, i, sizes[i]) for i in spatial]
     reach = [
-        (outputs[i] - 1) * layer.strides[i]
-        + (layer.kernel_size[i] - 1) * layer.dilation_rate[i]
+        (outputs[i] - 1) * geometry.strides[i]
+        + (geometry.kernel_size[i] - 1) * geometry.dilation_rate[i]
         + 1
         for i in spatial
     ]
     padding = [
         [0, 0],
-        *map(list, zip(*_padding(layer, sizes, reach), strict=True)),
+        *map(list, zip(*_padding(geometry, sizes, reach), strict=True)),
         [0, 0],
     ]
     padded = tf.pad(inputs, padding)
-    for offset in itertools.product(*map(range, layer.kernel_size)):
+    for offset in itertools.product(*map(range, geometry.kernel_size)):
         starts = [
-            o * d for o, d in zip(offset, layer.dilation_rate, strict=True)
+            o * d for o, d in zip(offset, geometry.dilation_rate, strict=True)
         ]
         window = tuple(
             slice(
                 starts[i],
-                starts[i] + (outputs[i] - 1) * layer.strides[i] + 1,
-                layer.strides[i],
+                starts[i] + (outputs[i] - 1) * geometry.strides[i] + 1,
+                geometry.strides[i],
             )
             for i in spatial
         )
         yield padded[(slice(None), *window)]
 
 
-def _padding(layer, sizes, reach):
+def _padding(geometry, sizes, reach):
     """Zeros before and after each spatial axis."""
-    if layer.padding == "valid":
-        return [0] * layer.rank, [0] * layer.rank
-    if layer.padding == "causal":
-        return [layer.dilation_rate[0] * (layer.kernel_size[0] - 1)], [0]
+    if geometry.padding == "valid":
+        return [0] * geometry.rank, [0] * geometry.rank
+    if geometry.padding == "causal":
+        return [geometry.dilation_rate[0] * (geometry.kernel_size[0] - 1)], [0]
     missing = [
         tf.maximum(r - s, 0) if tf.is_tensor(s) else max(r - s, 0)
         for r, s in zip(reach, sizes, strict=True)
@@ -194,12 +418,14 @@ def _padding(layer, sizes, reach):
     return before, [m - b for m, b in zip(missing, before, strict=True)]
 
 
-def _output_size(layer, axis, size):
+def _output_size(geometry, axis, size):
     """Positions along one axis; None if the input's size is None."""
     if size is None:
         return None
-    stride = layer.strides[axis]
-    if layer.padding == "valid":
-        extent = (layer.kernel_size[axis] - 1) * layer.dilation_rate[axis] + 1
+    stride = geometry.strides[axis]
+    if geometry.padding == "valid":
+        extent = (geometry.kernel_size[axis] - 1) * geometry.dilation_rate[
+            axis
+        ] + 1
         return (size - extent) // stride + 1
     return (size + stride - 1) // stride

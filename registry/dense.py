@@ -8,27 +8,32 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from keras_fastclip import _keras
+from keras_fastclip.registry import lora
 from keras_fastclip.registry.linear import Linear
-from keras_fastclip.registry.lookup import register
-from keras_fastclip.registry.terms import Small, is_variable, sum_to_shape
+from keras_fastclip.registry.lookup import for_quantized, register
+from keras_fastclip.registry.terms import Small, is_computed, sum_to_shape
 
 
 @register(keras.layers.Dense)
+@for_quantized
 def dense(layer, inputs, training=None):
     """Dense on inputs of any rank: all axes but the last are positions."""
-    if not is_variable(layer.kernel):
+    if is_computed(layer, "kernel"):
         return NotImplemented
-    zeta = keras.ops.matmul(inputs, layer.kernel)
-    terms = [
-        Linear(layer.kernel, positions(inputs), positions),
-    ]
+    zeta = _keras.up_to_activation(layer, inputs)
+    a, terms = positions(inputs), []
+    if layer.lora_enabled:
+        terms = lora.terms(layer, a, positions)
+    elif layer.quantization_mode is None:
+        terms = [Linear(layer.kernel, a, positions)]
     if layer.bias is not None:
-        zeta = keras.ops.add(zeta, layer.bias)
         terms.append(bias(layer.bias))
     return zeta, terms
 
 
 @register(keras.layers.EinsumDense)
+@for_quantized
 def einsum_dense(layer, inputs, training=None):
     """EinsumDense for every equation in which the batch comes first.
 
@@ -42,24 +47,53 @@ def einsum_dense(layer, inputs, training=None):
     | yes   | yes    | yes    | S, a block of the kernel   |
     | yes   | no     | no     | summed before the kernel   |
     """
-    if not is_variable(layer.kernel):
-        return NotImplemented
-    source, kernel, target = _labels(layer.equation, inputs.shape.rank)
+    labels = _labels(layer.equation, inputs.shape.rank)
+    source, kernel, target = labels
     batch = source[0]
-    repeated = any(len(set(s)) < len(s) for s in (source, kernel, target))
+    repeated = any(len(set(part)) < len(part) for part in labels)
     if repeated or batch in kernel or target[0] != batch:
         return NotImplemented
+    if is_computed(layer, "kernel"):
+        return NotImplemented
+    if layer.lora_enabled:
+        terms = _einsum_lora(layer, inputs, labels)
+        if terms is None:
+            return NotImplemented
+    elif layer.quantization_mode is None:
+        terms = [_einsum_term(layer.kernel, inputs, labels)]
+    else:
+        terms = []
+    zeta = _keras.up_to_activation(layer, inputs)
+    if layer.bias is not None:
+        if added_elsewhere(zeta, layer.bias.shape):
+            return NotImplemented
+        terms.append(bias(layer.bias))
+    return zeta, terms
 
-    def labels(in_source, in_target):
+
+def _einsum_term(variable, inputs, labels, cotangent=None):
+    """The term of a kernel in an equation.
+
+    Args:
+        variable: the kernel.
+        inputs: the other operand.
+        labels: of inputs, kernel and output.
+        cotangent: maps the cotangent of ζ to that of the equation's output,
+            if they are not the same.
+    """
+    source, kernel, target = labels
+    batch = source[0]
+
+    def select(in_source, in_target):
         return "".join(
             label
             for label in kernel
             if (label in source) == in_source and (label in target) == in_target
         )
 
-    d, p, s = labels(True, False), labels(False, True), labels(True, True)
+    d, p, s = select(True, False), select(False, True), select(True, True)
     t = "".join(c for c in source[1:] if c in target and c not in kernel)
-    size = dict(zip(kernel, layer.kernel.shape, strict=True))
+    size = dict(zip(kernel, variable.shape, strict=True))
 
     def block_form(tensor, given, last):
         tensor = tf.einsum(f"{given}->{batch}{t}{s}{last}", tensor)
@@ -75,21 +109,48 @@ def einsum_dense(layer, inputs, training=None):
         order = [lead + (s + d + p).index(c) for c in kernel]
         return tf.transpose(tensor, [*range(lead), *order])
 
-    zeta = keras.ops.einsum(layer.equation, inputs, layer.kernel)
-    terms = [
+    return Linear(
+        variable,
+        block_form(inputs, source, d),
+        lambda g: block_form(cotangent(g) if cotangent else g, target, p),
+        to_kernel,
+    )
+
+
+def _einsum_lora(layer, inputs, labels):
+    """LoRA, where the last axis of the kernel is one of the output.
+
+    A stands in the kernel's place, with LoRA's rank for that axis, and B maps
+    the one to the other. The fallback takes other equations.
+    """
+    source, kernel, target = labels
+    last = kernel[-1]
+    if last in source:
+        return None
+    if layer.quantization_mode is not None and target[-1] != last:
+        return None  # Keras then applies B to another axis.
+    a, b, scale = lora.factors(layer, inputs.dtype)
+    rank = next(c for c in string.ascii_letters if c not in "".join(labels))
+    reduced = target.replace(last, rank)
+
+    def through_b(g):
+        matrix = tf.cast(b, g.dtype)
+        return scale * tf.einsum(f"{target},{rank}{last}->{reduced}", g, matrix)
+
+    def last_axis(tensor, given, label):
+        others = given.replace(label, "")
+        return positions(tf.einsum(f"{given}->{others}{label}", tensor))
+
+    to_rank = (source, kernel[:-1] + rank, reduced)
+    low = tf.einsum("{},{}->{}".format(*to_rank), inputs, a)
+    return [
+        _einsum_term(layer.lora_kernel_a, inputs, to_rank, through_b),
         Linear(
-            layer.kernel,
-            block_form(inputs, source, d),
-            lambda g: block_form(g, target, p),
-            to_kernel,
-        )
+            layer.lora_kernel_b,
+            scale * last_axis(low, reduced, rank),
+            lambda g: last_axis(g, target, last),
+        ),
     ]
-    if layer.bias is not None:
-        if added_elsewhere(zeta, layer.bias.shape):
-            return NotImplemented
-        zeta = keras.ops.add(zeta, layer.bias)
-        terms.append(bias(layer.bias))
-    return zeta, terms
 
 
 def bias(variable) -> Small:

@@ -4,48 +4,76 @@ import keras
 import tensorflow as tf
 
 from keras_fastclip import _keras
+from keras_fastclip.registry import lora
 from keras_fastclip.registry.dense import positions
 from keras_fastclip.registry.linear import Linear
-from keras_fastclip.registry.lookup import register
-from keras_fastclip.registry.terms import Term, at_least_float32, is_variable
+from keras_fastclip.registry.lookup import for_quantized, register
+from keras_fastclip.registry.terms import Term, at_least_float32, is_computed
 
 
 @register(keras.layers.Embedding)
+@for_quantized
 def embedding(layer, inputs):
-    if not is_variable(layer.embeddings) or not isinstance(inputs, tf.Tensor):
+    computed = is_computed(layer, "embeddings")
+    if computed or not isinstance(inputs, tf.Tensor):
         return NotImplemented
-    if inputs.dtype not in (tf.int32, tf.int64):
-        inputs = tf.cast(inputs, tf.int32)
+    zeta = _keras.up_to_activation(layer, inputs)
+    ids = inputs
+    if ids.dtype not in (tf.int32, tf.int64):
+        ids = tf.cast(ids, tf.int32)
     # Negative ids count from the end of the table.
-    inputs = tf.where(inputs < 0, inputs + layer.embeddings.shape[0], inputs)
-    zeta = keras.ops.take(layer.embeddings, inputs, axis=0)
-    zeta = keras.ops.cast(zeta, layer.compute_dtype)
-    return zeta, [Lookup(layer.embeddings, inputs)]
+    ids = tf.where(ids < 0, ids + layer.input_dim, ids)
+    if layer.lora_enabled:
+        a, b, scale = lora.factors(layer, zeta.dtype, "embeddings")
+        low = positions(scale * tf.gather(a, ids))
+        terms = [
+            Lookup(
+                layer.lora_embeddings_a,
+                ids,
+                lambda g: scale * lora.times_transposed(g, b),
+            ),
+            Linear(layer.lora_embeddings_b, low, positions),
+        ]
+    elif layer.quantization_mode is None:
+        terms = [Lookup(layer.embeddings, ids)]
+    else:
+        terms = []
+    return zeta, terms, _itself
 
 
 @register(keras.layers.ReversibleEmbedding)
+@for_quantized
 def reversible_embedding(layer, inputs, reverse=False):
     """Forward a lookup; reversed, the table or its twin is a kernel."""
     if not reverse:
-        result = embedding(layer, inputs)
-        if result is NotImplemented or not layer.mask_zero:
-            return result
-        zeta, terms = result
-        mask = keras.ops.not_equal(inputs, 0)
-        return zeta, terms, lambda zeta: _keras.with_mask(zeta, mask)
-    if not is_variable(layer.embeddings):
+        return embedding(layer, inputs)
+    if layer.quantization_mode is not None:
+        # Keras leaves LoRA out here, so no trained weight is used.
+        return _keras.up_to_activation(layer, inputs, reverse=True), [], _itself
+    if is_computed(layer, "embeddings"):
         return NotImplemented
     if layer.reverse_dtype is not None:
         inputs = keras.ops.cast(inputs, layer.reverse_dtype)
     dtype = inputs.dtype
-    if layer.tie_weights:
-        kernel = keras.ops.cast(layer.embeddings, dtype)
-        zeta = keras.ops.matmul(inputs, keras.ops.transpose(kernel))
-        term = Projection(layer.embeddings, positions(inputs), positions)
-    else:
+    x = positions(inputs)
+    if not layer.tie_weights:
         kernel = keras.ops.cast(layer.reverse_embeddings, dtype)
-        zeta = keras.ops.matmul(inputs, kernel)
-        term = Linear(layer.reverse_embeddings, positions(inputs), positions)
+        terms = [Linear(layer.reverse_embeddings, x, positions)]
+    else:
+        kernel = keras.ops.transpose(keras.ops.cast(layer.embeddings, dtype))
+        terms = [Projection(layer.embeddings, x, positions)]
+    if layer.tie_weights and layer.lora_enabled:
+        a, b, scale = lora.factors(layer, dtype, "embeddings")
+        low = scale * lora.times_transposed(x, b)
+        terms = [
+            Projection(layer.lora_embeddings_a, low, positions),
+            Projection(
+                layer.lora_embeddings_b,
+                x,
+                lambda g: scale * tf.matmul(positions(g), tf.cast(a, g.dtype)),
+            ),
+        ]
+    zeta = keras.ops.matmul(inputs, kernel)
 
     def soft_cap(logits):
         if layer.logit_soft_cap is None:
@@ -53,7 +81,7 @@ def reversible_embedding(layer, inputs, reverse=False):
         cap = layer.logit_soft_cap
         return keras.ops.tanh(logits / cap) * cap
 
-    return zeta, [term], soft_cap
+    return zeta, terms, soft_cap
 
 
 class Projection(Linear):
@@ -61,6 +89,9 @@ class Projection(Linear):
 
     The gradient of an example is gᵀa: `Linear` with a and g exchanged.
     """
+
+    def _with_width(self, a):
+        return tf.ensure_shape(a, [*a.shape[:-1], self.variables[0].shape[1]])
 
     def pair(self, g, rows):
         a, g = super().pair(g, rows)
@@ -85,13 +116,16 @@ class Lookup(Term):
     Args:
         table: the weight, (vocabulary, width).
         ids: (rows, ...).
+        canonical: maps the cotangent of ζ to that of the rows looked up, if
+            they are not the same.
     """
 
     has_omega = True
 
-    def __init__(self, table, ids: tf.Tensor):
+    def __init__(self, table, ids: tf.Tensor, canonical=None):
         self.variables = (table,)
         self._ids = ids
+        self._canonical = canonical or _itself
 
     @property
     def _width(self):
@@ -103,7 +137,7 @@ class Lookup(Term):
 
     def pair(self, g, rows):
         """ids (B, q) and cotangents (B, q, width)."""
-        g = at_least_float32(g)
+        g = self._canonical(at_least_float32(g))
         examples = tf.shape(self._ids)[0] // rows.per_example
         ids = tf.reshape(rows.fold(self._ids), [examples, -1])
         g = tf.reshape(rows.fold(g), [examples, -1, self._width])
@@ -112,7 +146,8 @@ class Lookup(Term):
     def adjoint(self, g, keep):
         del keep  # ids are always finite
         # A frequent id has many summands, too many for half precision.
-        flat = tf.reshape(at_least_float32(g), [-1, self._width])
+        g = self._canonical(at_least_float32(g))
+        flat = tf.reshape(g, [-1, self._width])
         ids = tf.reshape(self._ids, [-1])
         return (tf.math.unsorted_segment_sum(flat, ids, self._vocabulary),)
 
@@ -157,3 +192,7 @@ def lookup_norm(ids: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     )
     squares = tf.reduce_sum(tf.square(sums), -1)
     return tf.reduce_sum(tf.reshape(squares, shape), 1)
+
+
+def _itself(tensor):
+    return tensor

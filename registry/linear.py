@@ -14,7 +14,7 @@ and g (rows, T, S, p).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -48,12 +48,20 @@ class Linear(Term):
         to_kernel: Callable[[tf.Tensor], tf.Tensor] | None = None,
     ):
         self.variables = (kernel,)
-        self._a = a
         self._canonical = canonical
         self._to_kernel = to_kernel or _itself
         self.is_matrix = to_kernel is None
+        if self.is_matrix:
+            a = self._with_width(a)
+        self._a = a
         self._positions = a.shape[1]
         self._blocks = a.shape[2] if a.shape.rank == 4 else 1
+
+    def _with_width(self, a):
+        """a with d known while tracing; a graph may have lost it."""
+        if a.shape[-1] is not None:
+            return a
+        return tf.ensure_shape(a, [*a.shape[:-1], self.variables[0].shape[0]])
 
     def pair(self, g, rows: Rows):
         """a and g as (B, T, d) and (B, T, p), or with blocks (B, S, T, ·)."""
@@ -65,15 +73,18 @@ class Linear(Term):
         a = select_rows(keep, at_least_float32(self._a))
         g = at_least_float32(self._canonical(g))
         if a.shape.rank == 4:
-            return (self._to_kernel(tf.einsum("btsd,btsp->sdp", a, g)),)
+            return self._weights(tf.einsum("btsd,btsp->sdp", a, g))
         # One 2-D product is faster than what autodiff makes of a 3-D one.
         a = tf.reshape(a, [-1, a.shape[-1]])
         g = tf.reshape(g, [-1, g.shape[-1]])
-        return (self._to_kernel(tf.matmul(a, g, transpose_a=True)),)
+        return self._weights(tf.matmul(a, g, transpose_a=True))
+
+    def _weights(self, matrices):
+        return (self._to_kernel(matrices),)
 
     def per_example(self, g, rows):
         a, g = self.pair(g, rows)
-        return (self._to_kernel(tf.matmul(a, g, transpose_a=True)),)
+        return self._weights(tf.matmul(a, g, transpose_a=True))
 
     def omega(self, g, rows):
         return ghost_norm(*self.pair(g, rows))
@@ -83,8 +94,12 @@ class Linear(Term):
         positions = self.positions(rows)
         if positions is None:
             return True
-        grams = 2 * self._blocks * positions**2
-        return grams < math.prod(self.variables[0].shape)
+        return 2 * self._blocks * positions**2 < self.size
+
+    @property
+    def size(self) -> int:
+        """The number of weights."""
+        return sum(math.prod(variable.shape) for variable in self.variables)
 
     def positions(self, rows: Rows) -> int | None:
         """T of an example, if it is known while tracing."""
@@ -93,23 +108,91 @@ class Linear(Term):
         return self._positions * rows.per_example
 
 
+class Later(Linear):
+    """A kernel whose input is known only after ζ, as in a loop.
+
+    Args:
+        kernel: the weight.
+        a: returns the input in the form that `Linear` takes.
+        canonical: as for `Linear`.
+        to_kernel: as for `Linear`.
+        positions: T, or None if it is not known while tracing.
+        blocks: S.
+    """
+
+    def __init__(
+        self, kernel, a, canonical, to_kernel=None, *, positions, blocks=1
+    ):
+        self.variables = (kernel,)
+        self._later = a
+        self._canonical = canonical
+        self._to_kernel = to_kernel or _itself
+        self.is_matrix = to_kernel is None
+        self._positions = positions
+        self._blocks = blocks
+
+    @property
+    def _a(self):
+        return self._later()
+
+
+class Stacked(Later):
+    """Kernels that meet the same cotangent, as one kernel of all their rows.
+
+    One product over inputs side by side is faster than one for each, and the
+    Gram matrix of g is used once.
+
+    Args:
+        kernels: the weights, matrices.
+        a: returns their inputs side by side.
+        canonical: as for `Linear`.
+        positions: as for `Later`.
+    """
+
+    def __init__(self, kernels, a, canonical, *, positions):
+        super().__init__(kernels[0], a, canonical, positions=positions)
+        self.variables = tuple(kernels)
+
+    def _weights(self, matrices):
+        rows = [kernel.shape[0] for kernel in self.variables]
+        return tuple(tf.split(matrices, rows, -2))
+
+
+def join_blocks(matrices: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """(..., S, d, p) -> (..., *shape), for a kernel with S·p outputs."""
+    axes = list(range(matrices.shape.rank))
+    axes[-3], axes[-2] = axes[-2], axes[-3]
+    matrices = tf.transpose(matrices, axes)
+    leading = tf.shape(matrices)[: len(axes) - 3]
+    return tf.reshape(matrices, tf.concat([leading, shape], 0))
+
+
 def _itself(matrix):
     return matrix
 
 
 def ghost_norm(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     """⟨aaᵀ, ggᵀ⟩ of each example, rounded up."""
-    sizes = magnitudes(a, g)
     if a.shape[-2] == 1:
-        return _sum_but_first(tf.square(sizes))
-    largest = _sum_but_first(tf.square(tf.reduce_sum(sizes, -1)))
-    return rounded_up(gram_product(a, g), largest, a.shape[-1] + g.shape[-1])
+        return _sum_but_first(tf.square(magnitudes(a, g)))
+    gram_a, gram_g = _gram(a), _gram(g)
+    # |aₜ||gₜ| of each position.
+    diagonals = tf.linalg.diag_part(gram_a) * tf.linalg.diag_part(gram_g)
+    sizes = tf.reduce_sum(tf.sqrt(diagonals), -1)
+    return rounded_up(
+        _sum_but_first(gram_a * gram_g),
+        _sum_but_first(tf.square(sizes)),
+        a.shape[-1] + g.shape[-1],
+    )
+
+
+def _gram(tensor):
+    return tf.matmul(tensor, tensor, transpose_b=True)
 
 
 def gram_product(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     """⟨aaᵀ, ggᵀ⟩ of each example, as it comes out."""
-    gram = tf.matmul(a, a, transpose_b=True)
-    return _sum_but_first(gram * tf.matmul(g, g, transpose_b=True))
+    return _sum_but_first(_gram(a) * _gram(g))
 
 
 def magnitudes(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:

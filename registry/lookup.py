@@ -28,6 +28,7 @@ class LayerRegistry:
 
     def __init__(self, parent: "LayerRegistry | None" = None):
         self._rules: dict[type, Callable] = {}
+        self._named: dict[str, Callable] = {}
         self._parent = parent
 
     def register(self, layer_class: type, rule: Callable) -> None:
@@ -46,6 +47,15 @@ class LayerRegistry:
             )
         self._rules[layer_class] = rule
 
+    def register_name(self, name: str, rule: Callable) -> None:
+        """Adds a rule for a class of a package that may not be installed.
+
+        Args:
+            name: of the module and the class, "package.module.Class".
+            rule: the rule.
+        """
+        self._named[name] = rule
+
     def lookup(self, layer: Any) -> Callable | None:
         """The rule for a layer, or None.
 
@@ -56,9 +66,11 @@ class LayerRegistry:
         if "call" in vars(layer):
             return None
         for base in type(layer).__mro__:
-            if base in self._rules:
+            rule = self._rules.get(base) or self._named.get(_full_name(base))
+            if rule is not None:
                 same = type(layer).call is base.call
-                return self._rules[base] if same else None
+                known = not _is_quantized(layer) or serves_quantized(rule)
+                return rule if same and known else None
         return self._parent.lookup(layer) if self._parent else None
 
     def __contains__(self, layer_class: type) -> bool:
@@ -70,6 +82,31 @@ class LayerRegistry:
         inherited = self._parent.classes() if self._parent else []
         own = [c for c in self._rules if c not in inherited]
         return inherited + own
+
+    def names(self) -> list[str]:
+        """The names of classes that were registered by name."""
+        return list(self._named)
+
+
+def _full_name(cls):
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def for_quantized(rule: Callable) -> Callable:
+    """Marks a rule that also serves layers of quantized weights.
+
+    Keras runs these through another method than `call`.
+    """
+    rule.for_quantized = True
+    return rule
+
+
+def serves_quantized(rule: Callable) -> bool:
+    return getattr(rule, "for_quantized", False)
+
+
+def _is_quantized(layer):
+    return getattr(layer, "quantization_mode", None) is not None
 
 
 _default = LayerRegistry()

@@ -11,7 +11,6 @@ is tied to the output projection, the cross term is
 since a lookup is a kernel applied to one-hot inputs.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,14 +63,13 @@ def prefers_omega(uses: Sequence[Any]) -> bool:
     positions = [use.term.positions(use.rows) for use in uses]
     if None in positions:
         return True
-    size = math.prod(uses[0].term.variables[0].shape)
-    return 2 * sum(positions) ** 2 < size
+    return 2 * sum(positions) ** 2 < uses[0].term.size
 
 
 def _can_join(uses, kernels, lookups):
     if len(kernels) + len(lookups) < len(uses):
         return False
-    if len({id(use.term.variables[0]) for use in uses}) > 1:
+    if len({tuple(map(id, use.term.variables)) for use in uses}) > 1:
         return False
     if any(isinstance(use.term, Convolution) for use in kernels):
         return False

@@ -150,7 +150,7 @@ def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
 def select_rows(keep: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     """Zeros in the rows that are not kept, whatever they hold."""
     shape = [-1] + [1] * (tensor.shape.rank - 1)
-    return tf.where(tf.reshape(keep, shape), tensor, tf.zeros_like(tensor))
+    return tf.where(tf.reshape(keep, shape), tensor, tf.zeros([], tensor.dtype))
 
 
 def squared_norm(per_example: tf.Tensor) -> tf.Tensor:
@@ -177,6 +177,11 @@ def sum_to_shape(g: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     return tf.reshape(summed, [-1, *shape])
 
 
-def is_variable(weight: Any) -> bool:
-    """False for a weight that is computed, such as a kernel with LoRA."""
-    return isinstance(weight, keras.Variable)
+def is_computed(layer: keras.Layer, name: str) -> bool:
+    """Whether a subclass computes a weight that its base class holds.
+
+    Keras itself does so for LoRA and for quantized weights, which the rules
+    know of.
+    """
+    known = layer.lora_enabled or layer.quantization_mode is not None
+    return not known and not isinstance(getattr(layer, name), keras.Variable)

@@ -120,13 +120,6 @@ def test_convolution_without_bias_equals_autodiff():
     check_rule(built(layers.Conv2D(3, 2, use_bias=False), x), x)
 
 
-def test_convolution_with_lora_is_left_to_the_fallback():
-    x = random(3, 4, 2)
-    layer = built(layers.Conv1D(3, 2), x)
-    layer.enable_lora(1)
-    assert not takes(layer, x)
-
-
 @st.composite
 def convolutions(draw):
     """A convolution without groups, and the shape of its input."""

@@ -69,14 +69,6 @@ def test_dense_in_a_graph_of_unknown_sizes(shape):
     check_rule_in_graph(layer, x, shape, rows=Rows(2))
 
 
-def test_dense_with_lora_is_left_to_the_fallback():
-    x = random(4, 5)
-    layer = built(layers.Dense(3), x)
-    assert takes(layer, x)
-    layer.enable_lora(2)
-    assert not takes(layer, x)
-
-
 # -- EinsumDense --------------------------------------------------------------
 
 EINSUMS = [

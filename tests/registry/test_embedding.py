@@ -17,7 +17,6 @@ from tests.registry.helpers import (
     check_rule_in_graph,
     few_cases,
     random,
-    takes,
 )
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -145,11 +144,3 @@ def test_norm_never_builds_a_table_for_each_example():
         tf.reduce_sum(term.per_example(g, ONE_ROW)[0] ** 2, [1, 2]),
     )
     assert term.prefers_omega(ONE_ROW)
-
-
-def test_embedding_with_lora_is_left_to_the_fallback():
-    ids = random_ids(2, 4)
-    layer = table(ids)
-    assert takes(layer, ids)
-    layer.enable_lora(2)
-    assert not takes(layer, ids)

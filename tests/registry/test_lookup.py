@@ -1,5 +1,7 @@
 """The table from layer classes to rules."""
 
+import importlib
+
 import keras
 import pytest
 from keras import layers
@@ -153,34 +155,36 @@ def test_decorator_without_a_registry_adds_to_the_default_one():
 
 
 @pytest.mark.parametrize(
-    "layer_class",
-    [
-        layers.Conv1D,
-        layers.Conv2D,
-        layers.Conv3D,
-        layers.Dense,
-        layers.EinsumDense,
-        layers.Embedding,
-        layers.GroupNormalization,
-        layers.LayerNormalization,
-        layers.RMSNormalization,
-        layers.ReversibleEmbedding,
-    ],
-)
-def test_built_in_rules_are_registered(layer_class):
-    assert layer_class in default_registry()
-    assert layer_class in default_registry().classes()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: layers.DepthwiseConv2D(2),
-        lambda: layers.SeparableConv2D(2, 2),
-        lambda: layers.Conv2DTranspose(2, 2),
-        lambda: layers.Conv1DTranspose(2, 2),
-        lambda: layers.BatchNormalization(),
-    ],
+    "make", [layers.BatchNormalization, lambda: layers.ConvLSTM1D(1, 2)]
 )
 def test_relatives_that_compute_something_else_have_no_rule(make):
     assert default_registry().lookup(make()) is None
+
+
+# -- classes by name, and quantized layers ------------------------------------
+
+
+def test_class_is_found_by_name(registry):
+    name = f"{Overrides.__module__}.{Overrides.__qualname__}"
+    registry.register_name(name, second_rule)
+    assert registry.lookup(Overrides()) is second_rule
+    assert registry.lookup(PlainLayer()) is first_rule
+
+
+def test_named_classes_of_keras_hub_exist():
+    names = default_registry().names()
+    assert len(names) > 20
+    for name in names:
+        module, _, cls = name.rpartition(".")
+        found = getattr(importlib.import_module(module), cls)
+        assert issubclass(found, keras.Layer)
+
+
+def test_rule_serves_quantized_layers_only_if_it_says_so():
+    layer = layers.Dense(2)
+    layer.build((None, 2))
+    layer.quantize("int8")
+    assert default_registry().lookup(layer) is not None
+    registry = LayerRegistry()
+    registry.register(layers.Dense, first_rule)
+    assert registry.lookup(layer) is None

@@ -15,7 +15,7 @@ from keras_fastclip.registry.terms import (
     Small,
     Term,
     at_least_float32,
-    is_variable,
+    is_computed,
     select_rows,
     squared_norm,
     sum_to_shape,
@@ -120,10 +120,19 @@ def test_half_precision_becomes_float32(given_type, wanted):
     assert at_least_float32(tf.zeros(2, given_type)).dtype == wanted
 
 
-def test_computed_weights_are_no_variables():
-    variable = keras.Variable(1.0)
-    assert is_variable(variable)
-    assert not is_variable(variable + 1)
+def test_computed_weights_are_told_from_variables():
+    class Squared(keras.layers.Dense):
+        @property
+        def kernel(self):
+            return self._kernel**2
+
+    plain, squared = keras.layers.Dense(2), Squared(2)
+    for layer in (plain, squared):
+        layer.build((None, 3))
+    assert not is_computed(plain, "kernel")
+    assert is_computed(squared, "kernel")
+    plain.enable_lora(1)
+    assert not is_computed(plain, "kernel")
 
 
 # -- examples that are left out -----------------------------------------------

@@ -1,0 +1,587 @@
+"""Rules for SimpleRNN, LSTM and GRU: ζ is x·W + b of all steps at once.
+
+At step t a cell computes ζₜ + hₜ₋₁·U and passes the sum through its gates. The
+derivative of the loss by ζₜ is that by the sum, so the one cotangent g serves
+both kernels: the gradient of W is Σₜ xₜᵀgₜ and that of U is Σₜ hₜ₋₁ᵀgₜ. Both
+are `Linear` terms over all steps, and the loop holds no weight gradients.
+
+A GRU that resets after the product multiplies its candidate's h·U + b by the
+reset gate r, so there g is multiplied by r as well. One that resets before the
+product has a = r·h in its candidate.
+
+`Bidirectional` calls two such layers. Other cells are left to the fallback.
+"""
+
+import functools
+
+import keras
+import tensorflow as tf
+
+from keras_fastclip import _keras
+from keras_fastclip.registry.dense import bias
+from keras_fastclip.registry.linear import Later, Stacked, join_blocks
+from keras_fastclip.registry.lookup import register
+from keras_fastclip.registry.terms import Small
+
+_LAYERS = (
+    keras.layers.RNN,
+    keras.layers.SimpleRNN,
+    keras.layers.LSTM,
+    keras.layers.GRU,
+)
+
+
+@register(keras.layers.RNN)
+@register(keras.layers.SimpleRNN)
+@register(keras.layers.LSTM)
+@register(keras.layers.GRU)
+def recurrent(layer, sequences, initial_state=None, mask=None, training=False):
+    mask = next((m for m in keras.tree.flatten(mask) if m is not None), None)
+    kind = _kind_of(layer, mask)
+    if kind is None:
+        return NotImplemented
+    if initial_state is None:
+        initial_state = layer.get_initial_state(tf.shape(sequences)[0])
+    states = [
+        keras.ops.convert_to_tensor(state, dtype=layer.cell.compute_dtype)
+        for state in keras.tree.flatten(initial_state)
+    ]
+    cell = kind(layer.cell, sequences[:, 0], states[0], training)
+    loop = _Loop(cell, layer, mask)
+    terms = cell.terms(sequences, loop)
+    return cell.project(sequences), terms, lambda zeta: loop.run(zeta, states)
+
+
+def _kind_of(layer, mask):
+    """How to run the layer's cell; None for what is left to the fallback."""
+    cell = layer.cell
+    known = any(type(layer).inner_loop is c.inner_loop for c in _LAYERS)
+    if not known or layer.stateful:
+        return None
+    zeroed = mask is not None and layer.zero_output_for_mask
+    if zeroed and layer.unroll and layer.go_backwards:
+        return None  # Keras zeroes the outputs of other steps then.
+    for base, kind in _KINDS.items():
+        if isinstance(cell, base):
+            same = type(cell).call is base.call and "call" not in vars(cell)
+            dropped = max(cell.dropout, cell.recurrent_dropout)
+            return kind if same and dropped < 1 else None
+    return None
+
+
+class _Cell:
+    """A cell in two parts: a product with the state, and the gates.
+
+    `inner` is hₜ₋₁·U, and `step` maps ζₜ, this product and the states to the
+    new states.
+
+    Args:
+        cell: the Keras cell.
+        first: the input of the first step, for the shape of dropout masks.
+        state: the initial state, likewise.
+        training: whether dropout applies.
+    """
+
+    gates = 1
+
+    def __init__(self, cell, first, state, training):
+        self.cell = cell
+        # Drawn in this order by Keras, and also where they are not applied.
+        # There is one mask for all gates, or a list with one for each.
+        masks = cell.get_dropout_mask(first)
+        recurrent_masks = cell.get_recurrent_dropout_mask(state)
+        cell.reset_dropout_mask()
+        cell.reset_recurrent_dropout_mask()
+        self.masks = masks if training else None
+        self.recurrent_masks = recurrent_masks if training else None
+        with _keras.autocast(cell):
+            self.kernel = tf.convert_to_tensor(cell.kernel)
+            self.offset, self.weights = self._read_weights()
+
+    def _read_weights(self):
+        """The bias within ζ, and the weights that the loop reads."""
+        kernel = tf.convert_to_tensor(self.cell.recurrent_kernel)
+        if not self.cell.use_bias:
+            return None, [kernel]
+        return tf.convert_to_tensor(self.cell.bias), [kernel]
+
+    def project(self, sequences):
+        """ζ of all steps."""
+        a = _dropped(sequences, self.masks)
+        if isinstance(self.masks, list):
+            kernels = tf.split(self.kernel, self.gates, -1)
+            inputs = tf.unstack(a, axis=2)
+            pairs = zip(inputs, kernels, strict=True)
+            zeta = tf.concat([tf.matmul(x, k) for x, k in pairs], -1)
+        else:
+            zeta = tf.matmul(a, self.kernel)
+        return zeta if self.offset is None else zeta + self.offset
+
+    def terms(self, sequences, loop):
+        """How all weights act on ζ and on what follows it."""
+        cell, length = self.cell, sequences.shape[1]
+        x = _dropped(sequences, self.masks)
+        terms = self._bias_terms(loop)
+        kernels = [cell.kernel, cell.recurrent_kernel]
+        if self._can_stack() and all(k.trainable for k in kernels):
+            stacked = Stacked(
+                kernels,
+                lambda: tf.concat([x, self.hidden(loop)], -1),
+                _itself,
+                positions=length,
+            )
+            return [stacked, *terms]
+
+        def term(kernel, a, by_gate, canonical):
+            if not by_gate:
+                return Later(kernel, a, canonical, positions=length)
+            return Later(
+                kernel,
+                a,
+                lambda g: tf.stack(tf.split(canonical(g), self.gates, -1), 2),
+                functools.partial(join_blocks, shape=tuple(kernel.shape)),
+                positions=length,
+                blocks=self.gates,
+            )
+
+        return [
+            term(cell.kernel, lambda: x, isinstance(self.masks, list), _itself),
+            term(
+                cell.recurrent_kernel,
+                lambda: self.hidden(loop),
+                self._by_gate(),
+                lambda g: self.cotangent_of_inner(g, loop),
+            ),
+            *terms,
+        ]
+
+    def _can_stack(self):
+        """Whether both kernels have one input and meet one cotangent."""
+        return not isinstance(self.masks, list) and not self._by_gate()
+
+    def _by_gate(self):
+        """Whether U is applied to another input in each gate."""
+        return isinstance(self.recurrent_masks, list)
+
+    def _bias_terms(self, loop):
+        return [bias(self.cell.bias)] if self.cell.use_bias else []
+
+    def hidden(self, loop):
+        """What U is applied to, (B, T, u), or (B, T, gates, u)."""
+        return _dropped(loop.previous(), self.recurrent_masks)
+
+    def cotangent_of_inner(self, g, loop):
+        """The cotangent of hₜ₋₁·U of all steps, from that of ζ."""
+        return g
+
+    def inner(self, h, weights):
+        masks, kernel = self.recurrent_masks, weights[0]
+        if not isinstance(masks, list):
+            return tf.matmul(h if masks is None else h * masks, kernel)
+        parts = zip(masks, tf.split(kernel, self.gates, -1), strict=True)
+        return tf.concat([tf.matmul(h * m, k) for m, k in parts], -1)
+
+    def pull_inner(self, cotangent, transposed):
+        """The cotangent of h from that of `inner`, with Uᵀ."""
+        masks = self.recurrent_masks
+        if not isinstance(masks, list):
+            product = tf.matmul(cotangent, transposed)
+            return product if masks is None else product * masks
+        parts = zip(
+            tf.split(cotangent, self.gates, -1),
+            tf.split(transposed, self.gates, 0),
+            masks,
+            strict=True,
+        )
+        return tf.add_n([tf.matmul(part, k) * m for part, k, m in parts])
+
+    def step(self, zeta, inner, states, weights):
+        """The new states, and what `pull` needs to know of the step."""
+        raise NotImplementedError
+
+    def slopes(self):
+        """The derivatives of the activations by their results, if known."""
+        used = [self.cell.activation, self.cell.recurrent_activation]
+        slopes = [_SLOPES.get(activation) for activation in used]
+        return None if None in slopes else slopes
+
+    def pull(self, saved, cotangents):
+        """The backward pass of `step`.
+
+        Args:
+            saved: what `step` returned beside the states.
+            cotangents: of the new states.
+
+        Returns:
+            The cotangents of ζ, of the inner product and of the old states.
+        """
+        raise NotImplementedError
+
+
+class _Simple(_Cell):
+    def step(self, zeta, inner, states, weights):
+        h = self.cell.activation(zeta + inner)
+        return [h], [h]
+
+    def slopes(self):
+        slope = _SLOPES.get(self.cell.activation)
+        return None if slope is None else [slope]
+
+    def pull(self, saved, cotangents):
+        (slope,) = self.slopes()
+        d_zeta = slope(*saved, *cotangents)
+        return d_zeta, d_zeta, [tf.zeros_like(d_zeta)]
+
+
+class _LSTM(_Cell):
+    gates = 4
+
+    def step(self, zeta, inner, states, weights):
+        gate, activation = self.cell.recurrent_activation, self.cell.activation
+        i, f, new, o = tf.split(zeta + inner, 4, -1)
+        i, f, new, o = gate(i), gate(f), activation(new), gate(o)
+        carry = f * states[1] + i * new
+        out = activation(carry)
+        return [o * out, carry], [i, f, new, o, out, states[1]]
+
+    def pull(self, saved, cotangents):
+        slope, gate_slope = self.slopes()
+        (i, f, new, o, out, before), (d_h, d_carry) = saved, cotangents
+        d_carry += slope(out, d_h * o)
+        d_zeta = tf.concat(
+            [
+                gate_slope(i, d_carry * new),
+                gate_slope(f, d_carry * before),
+                slope(new, d_carry * i),
+                gate_slope(o, d_h * out),
+            ],
+            -1,
+        )
+        return d_zeta, d_zeta, [tf.zeros_like(d_h), d_carry * f]
+
+
+class _GRU(_Cell):
+    """z and r are the update and the reset gate."""
+
+    gates = 3
+
+    @property
+    def _after(self):
+        return self.cell.reset_after
+
+    def _read_weights(self):
+        offset, weights = super()._read_weights()
+        if self._after and offset is not None:
+            return offset[0], [*weights, offset[1]]
+        return offset, weights
+
+    def _can_stack(self):
+        return False
+
+    def _by_gate(self):
+        return not self._after or super()._by_gate()
+
+    def _bias_terms(self, loop):
+        if not self._after or not self.cell.use_bias:
+            return super()._bias_terms(loop)
+
+        def rows_of_bias(g):
+            inner = self.cotangent_of_inner(g, loop)
+            return tf.stack([tf.reduce_sum(g, 1), tf.reduce_sum(inner, 1)], 1)
+
+        return [Small(self.cell.bias, rows_of_bias)]
+
+    def hidden(self, loop):
+        h = super().hidden(loop)
+        if self._after:
+            return h
+        inputs = [h] * 3 if h.shape.rank == 3 else tf.unstack(h, axis=2)
+        return tf.stack([*inputs[:2], inputs[2] * self._reset(loop)], 2)
+
+    def cotangent_of_inner(self, g, loop):
+        if not self._after:
+            return g
+        # g is zero in rows that are left out, where r may be anything.
+        r = tf.cast(self._reset(loop), g.dtype)
+        g_z, g_r, g_new = tf.split(g, 3, -1)
+        return tf.concat([g_z, g_r, tf.math.multiply_no_nan(r, g_new)], -1)
+
+    def _reset(self, loop):
+        """r of all steps, (B, T, u)."""
+        units, masks = self.cell.units, self.recurrent_masks
+        kernel, *offset = self.weights
+        h = _dropped(loop.previous(), None if masks is None else masks[1])
+        gate = slice(units, 2 * units)
+        x_r = loop.zeta[..., gate] + tf.matmul(h, kernel[:, gate])
+        return self.cell.recurrent_activation(
+            x_r + offset[0][gate] if offset else x_r
+        )
+
+    def inner(self, h, weights):
+        if self._after:
+            product = super().inner(h, weights)
+            return product + weights[1] if len(weights) > 1 else product
+        # The candidate's product waits for the reset gate.
+        masks = self.recurrent_masks or [1, 1]
+        parts = zip(masks, tf.split(weights[0], 3, -1)[:2], strict=False)
+        return tf.concat([tf.matmul(h * m, k) for m, k in parts], -1)
+
+    def step(self, zeta, inner, states, weights):
+        gate, (h,) = self.cell.recurrent_activation, states
+        x_z, x_r, x_new = tf.split(zeta, 3, -1)
+        h_z, h_r, *rest = tf.split(inner, 3 if self._after else 2, -1)
+        z, r = gate(x_z + h_z), gate(x_r + h_r)
+        if self._after:
+            (product,) = rest
+            candidate = x_new + r * product
+        else:
+            product = None
+            masks = self.recurrent_masks
+            kept = r * (h if masks is None else h * masks[2])
+            kernel = tf.split(weights[0], 3, -1)[2]
+            candidate = x_new + tf.matmul(kept, kernel)
+        new = self.cell.activation(candidate)
+        return [z * h + (1 - z) * new], [z, r, new, product, h]
+
+    def slopes(self):
+        return super().slopes() if self._after else None
+
+    def pull(self, saved, cotangents):
+        slope, gate_slope = self.slopes()
+        (z, r, new, product, h), (d_h,) = saved, cotangents
+        d_z = gate_slope(z, d_h * (h - new))
+        d_new = slope(new, d_h * (1 - z))
+        d_r = gate_slope(r, d_new * product)
+        d_zeta = tf.concat([d_z, d_r, d_new], -1)
+        d_inner = tf.concat([d_z, d_r, d_new * r], -1)
+        return d_zeta, d_inner, [d_h * z]
+
+
+_KINDS = {
+    keras.layers.SimpleRNNCell: _Simple,
+    keras.layers.LSTMCell: _LSTM,
+    keras.layers.GRUCell: _GRU,
+}
+
+# By activation, the product of its derivative with dy, from its result y.
+_SLOPES = {
+    keras.activations.tanh: lambda y, dy: tf.raw_ops.TanhGrad(y=y, dy=dy),
+    keras.activations.sigmoid: lambda y, dy: tf.raw_ops.SigmoidGrad(y=y, dy=dy),
+    keras.activations.relu: lambda y, dy: tf.raw_ops.ReluGrad(
+        gradients=dy, features=y
+    ),
+    keras.activations.linear: lambda y, dy: dy,
+}
+
+
+class _Loop:
+    """The steps of a layer, from ζ to what the layer returns.
+
+    What the terms of the recurrent weights need to know of it is kept.
+    """
+
+    def __init__(self, cell, layer, mask):
+        self._cell, self._layer = cell, layer
+        self._mask = None if mask is None else self._in_order(_column(mask))
+        self.zeta = self._states = self._hidden = None
+
+    def _in_order(self, tensor):
+        """(B, T, ·) in the order of the layer's steps, and back."""
+        return tf.reverse(tensor, [1]) if self._layer.go_backwards else tensor
+
+    def previous(self):
+        """hₜ₋₁ for each position of the sequence, (B, T, u)."""
+        shifted = _shifted(self._states[0], self._hidden)
+        return self._in_order(_swapped(shifted))
+
+    def run(self, zeta, states):
+        layer, mask = self._layer, self._mask
+        loop = _while
+        if tf.executing_eagerly() or layer.unroll:
+            loop = _unrolled
+        elif self._cell.slopes():
+            loop = _while_with_gradient
+        hidden, last = loop(self._cell, self._in_order(zeta), states, mask)
+        self.zeta, self._states, self._hidden = zeta, states, hidden
+        outputs = hidden
+        if mask is not None:
+            outputs = _masked(hidden, mask, layer.zero_output_for_mask)
+        output = _swapped(outputs) if layer.return_sequences else outputs[-1]
+        output = keras.ops.cast(output, layer.compute_dtype)
+        if not layer.return_state:
+            return output
+        return output, *(keras.ops.cast(s, layer.compute_dtype) for s in last)
+
+
+def _unrolled(cell, zeta, states, mask):
+    """h after each step, (T, B, u), and the last states."""
+    hidden = []
+    masks = [None] * zeta.shape[1]
+    if mask is not None:
+        masks = tf.unstack(mask, axis=1)
+    for zeta_t, mask_t in zip(tf.unstack(zeta, axis=1), masks, strict=True):
+        inner = cell.inner(states[0], cell.weights)
+        new, _ = cell.step(zeta_t, inner, states, cell.weights)
+        states = _where(mask_t, new, states)
+        hidden.append(states[0])
+    return tf.stack(hidden), states
+
+
+def _while(cell, zeta, states, mask):
+    """As above, in a loop that TensorFlow differentiates."""
+    hidden, last, _ = _forward(cell, zeta, states, cell.weights, mask)
+    return hidden, last
+
+
+def _while_with_gradient(cell, zeta, states, mask):
+    """As above, with a backward pass that holds no weight gradients.
+
+    They are left to one product after the loop, which is not even computed
+    where the weights are not differentiated.
+    """
+
+    @tf.custom_gradient
+    def run(zeta, *arguments):
+        initial, weights = arguments[: len(states)], arguments[len(states) :]
+        hidden, last, saved = _forward(
+            cell, zeta, initial, weights, mask, save=True
+        )
+
+        def backward(d_hidden, *d_last):
+            d_zeta, d_inner, d_initial = _backward(
+                cell, zeta, weights, mask, saved, d_hidden, d_last
+            )
+            previous = _shifted(initial[0], hidden)
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(weights)
+                inner = cell.inner(previous, weights)
+            d_weights = tape.gradient(inner, weights, d_inner)
+            return _swapped(d_zeta), *d_initial, *d_weights
+
+        return (hidden, *last), backward
+
+    hidden, *last = run(zeta, *states, *cell.weights)
+    return hidden, last
+
+
+def _forward(cell, zeta, states, weights, mask, save=False):
+    """h after each step, the last states, and arrays of what `pull` needs."""
+    length = tf.shape(zeta)[1]
+    # Only shapes and types of the first step are used, not its values.
+    _, first = cell.step(
+        zeta[:, 0], cell.inner(states[0], weights), states, weights
+    )
+    saved = [_array(length, tensor) for tensor in first] if save else []
+    hidden = _array(length, states[0])
+
+    def body(t, states, hidden, saved):
+        inner = cell.inner(states[0], weights)
+        new, kept = cell.step(zeta[:, t], inner, states, weights)
+        states = _where(None if mask is None else mask[:, t], new, states)
+        saved = [
+            array.write(t, tensor)
+            for array, tensor in zip(saved, kept, strict=False)
+        ]
+        return t + 1, states, hidden.write(t, states[0]), saved
+
+    _, last, hidden, saved = tf.while_loop(
+        lambda t, *_: t < length,
+        body,
+        (0, list(states), hidden, saved),
+        maximum_iterations=length,
+    )
+    return (
+        tf.ensure_shape(hidden.stack(), [zeta.shape[1], *states[0].shape]),
+        last,
+        saved,
+    )
+
+
+def _backward(cell, zeta, weights, mask, saved, d_hidden, d_last):
+    """Cotangents of ζ and of h·U, (T, B, ·), and of the initial states."""
+    length = tf.shape(zeta)[1]
+    # A product with a transposed operand takes twice the time, at each step.
+    transposed = tf.transpose(weights[0])
+
+    def body(i, carried, arrays):
+        t = length - 1 - i
+        carried = [carried[0] + d_hidden[t], *carried[1:]]
+        zeros = [tf.zeros_like(d) for d in carried]
+        mask_t = None if mask is None else mask[:, t]
+        d_zeta, d_inner, d_states = cell.pull(
+            [array.read(t) for array in saved], _where(mask_t, carried, zeros)
+        )
+        d_states[0] += cell.pull_inner(d_inner, transposed)
+        if mask is not None:
+            passed = _where(mask_t, zeros, carried)
+            pairs = zip(d_states, passed, strict=True)
+            d_states = [own + other for own, other in pairs]
+        written = [
+            array.write(t, tensor)
+            for array, tensor in zip(arrays, (d_zeta, d_inner), strict=True)
+        ]
+        return i + 1, d_states, written
+
+    like = zeta[:, 0]
+    arrays = [_array(length, like), _array(length, like)]
+    _, d_initial, arrays = tf.while_loop(
+        lambda i, *_: i < length,
+        body,
+        (0, list(d_last), arrays),
+        maximum_iterations=length,
+    )
+    d_zeta, d_inner = (array.stack() for array in arrays)
+    return d_zeta, d_inner, d_initial
+
+
+def _where(mask, new, old):
+    """New where the mask is true; all new without a mask."""
+    if mask is None:
+        return list(new)
+    return [tf.where(mask, n, o) for n, o in zip(new, old, strict=True)]
+
+
+def _array(length, tensor):
+    return tf.TensorArray(
+        tensor.dtype, length, element_shape=tensor.shape, clear_after_read=False
+    )
+
+
+def _masked(hidden, mask, zeros):
+    """What Keras returns for each step where there is a mask.
+
+    At masked steps that is the output before, and zeros before the first
+    unmasked step, whatever the initial state.
+    """
+    mask = _swapped(mask)
+    shown = mask if zeros else tf.cumsum(tf.cast(mask, tf.int32)) > 0
+    return tf.where(shown, hidden, tf.zeros_like(hidden))
+
+
+def _shifted(first, hidden):
+    """h before each step."""
+    return tf.concat([first[None], hidden[:-1]], 0)
+
+
+def _swapped(tensor):
+    """(B, T, ·) -> (T, B, ·) and back."""
+    return tf.transpose(tensor, [1, 0, 2])
+
+
+def _column(mask):
+    """(B, T) or (B, T, 1) -> (B, T, 1), booleans."""
+    mask = tf.cast(mask, tf.bool)
+    return mask[..., None] if mask.shape.rank == 2 else mask
+
+
+def _dropped(sequences, masks):
+    """Inputs of all steps under one mask, or (B, T, gates, ·) under a list."""
+    if masks is None:
+        return sequences
+    if isinstance(masks, list):
+        return tf.stack([sequences * mask[:, None] for mask in masks], 2)
+    return sequences * masks[:, None]
+
+
+def _itself(g):
+    return g
