@@ -35,6 +35,18 @@ def layers_of(model: keras.Layer) -> list[keras.Layer]:
     return list(unique.values())
 
 
+def holders_of(model: keras.Model, layer: keras.Layer) -> list[keras.Layer]:
+    """The layers of a model that hold a layer directly."""
+    return [
+        holder
+        for holder in layers_of(model)
+        if any(
+            child is layer
+            for child in holder._flatten_layers(False, recursive=False)
+        )
+    ]
+
+
 def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
     """Weights that the layer itself holds and that are being trained.
 
@@ -59,6 +71,18 @@ def untracked_variables(layer: keras.Layer) -> list[tf.Variable]:
 def values(variables: list[keras.Variable]) -> list[np.ndarray]:
     """The present values of variables."""
     return [raw(variable).numpy() for variable in variables]
+
+
+def with_values(arguments: Any) -> Any:
+    """Arguments of a call with tensors in place of variables."""
+    return keras.tree.map_structure(
+        lambda leaf: (
+            tf.convert_to_tensor(leaf)
+            if isinstance(leaf, keras.Variable)
+            else leaf
+        ),
+        arguments,
+    )
 
 
 def seed_states(layer: keras.Layer) -> list[keras.Variable]:

@@ -9,7 +9,8 @@ weight gradient.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -131,6 +132,7 @@ def find_units(
     registry: LayerRegistry,
     opaque: frozenset[int] = frozenset(),
     random: frozenset[int] = frozenset(),
+    adopted: Mapping[int, keras.Layer] = types.MappingProxyType({}),
 ) -> tuple[Unit, ...]:
     """The layers of a model that own trained weights.
 
@@ -139,10 +141,12 @@ def find_units(
         registry: where to look for rules.
         opaque: ids of layers to treat as one piece with all below them.
         random: ids of layers known to draw random numbers.
+        adopted: by id of a layer whose calls cannot be captured, the layer
+            around it whose calls account for its weights, by the fallback.
     """
     units, inside, seen = [], set(), {}
     for layer in _keras.layers_of(model):
-        if id(layer) in inside:
+        if id(layer) in inside or id(layer) in adopted:
             continue
         whole = isinstance(layer, OPAQUE) and rewrite_of(layer) is None
         if whole or id(layer) in opaque:
@@ -151,7 +155,13 @@ def find_units(
             variables = layer.trainable_variables
         else:
             variables = _keras.own_trainable_variables(layer)
-        rule = None if id(layer) in opaque else registry.lookup(layer)
+            for child in _keras.layers_of(layer)[1:]:
+                if adopted.get(id(child)) is layer:
+                    own = _keras.own_trainable_variables(child)
+                    variables = [*variables, *own]
+        adopts = any(parent is layer for parent in adopted.values())
+        forced = adopts or id(layer) in opaque
+        rule = None if forced else registry.lookup(layer)
         if not variables:
             continue
         path = layer.path or layer.name
@@ -196,6 +206,7 @@ def intercept(
         def call(*args, **kwargs):
             if unit.path in running:
                 return method(*args, **kwargs)
+            args, kwargs = _keras.with_values((args, kwargs))
             number = counts.get(unit.path, 0)
             counts[unit.path] = number + 1
             running.add(unit.path)

@@ -9,6 +9,7 @@ by the sample weights keeps a weight that belongs to a whole example, which in
 a batch of one would be divided by itself.
 """
 
+import warnings
 from typing import Any
 
 import keras
@@ -47,7 +48,8 @@ def per_example_losses(
     for layer in _keras.layers_of(model):
         for extra in _keras.own_losses(layer):
             if extra.shape.rank == 0:
-                raise ValueError(_scalar_loss_message(layer))
+                _require_zero(extra, layer)
+                continue
             path = layer.path or layer.name
             _require_batch_axis(extra, batch_size, f"add_loss of {path!r}")
             total += tf.cast(_sum_but_first(extra), total.dtype)
@@ -197,6 +199,24 @@ def _require_batch_axis(values, batch_size, name):
         )
 
 
+def _require_zero(extra, layer):
+    """Refuses a loss of the whole batch, unless it is switched off.
+
+    Some layers add their loss also where its coefficient is zero. It is left
+    out then. The check of the model, which runs eagerly, has seen to it before
+    any graph is made.
+    """
+    if not tf.executing_eagerly():
+        return
+    if extra.numpy() != 0:
+        raise ValueError(_scalar_loss_message(layer))
+    warnings.warn(
+        f"Layer {layer.path or layer.name!r} called add_loss with a loss of "
+        "the whole batch, which is zero now and is left out of training.",
+        stacklevel=2,
+    )
+
+
 def _scalar_loss_message(layer):
     path = layer.path or layer.name
     if getattr(layer, "activity_regularizer", None) is not None:
@@ -208,7 +228,7 @@ def _scalar_loss_message(layer):
     return (
         f"Layer {path!r} called add_loss with one number for the whole batch, "
         "which cannot be clipped by example. Give one value for each example, "
-        "shape (batch,)."
+        "shape (batch,), or set the coefficient of this loss to zero."
     )
 
 

@@ -182,6 +182,7 @@ class PrivateTraining:
                 **common,
             )
         arrays = sampling.as_arrays((x, y, sample_weight))
+        arrays = sampling.without_lists(arrays)
         if validation_split and validation_data is None:
             arrays, validation_data = sampling.split(arrays, validation_split)
         if class_weight is not None:

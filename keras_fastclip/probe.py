@@ -57,6 +57,14 @@ class NotPrivateError(ValueError):
     """A model that cannot be trained privately as it is."""
 
 
+class _NotCaptured(NotPrivateError):
+    """Calls of a layer, or a weight of it, that cannot be captured."""
+
+    def __init__(self, layer, message):
+        super().__init__(message)
+        self.layer = layer
+
+
 def probe(
     model: keras.Model,
     batch: tuple[Any, Any, Any],
@@ -95,6 +103,7 @@ class _Probe:
         _assign(kept, saved)
         self.state = _State(model)
         self.rewrites = ()
+        self.adopted = {}
 
     def run(self) -> Plan:
         with self.state.unchanged():
@@ -103,11 +112,36 @@ class _Probe:
             self._check_other_random_numbers()
             self._check_integers()
             self._check_size()
-            units = self._find_units()
-            plan = Plan(units, self.rewrites, self._layouts(units), None)
-            self._check_coverage(plan)
-            self._check_rules(plan)
-            return self._check_derivatives(plan)
+            while True:
+                try:
+                    return self._plan()
+                except _NotCaptured as error:
+                    self._adopt(error)
+
+    def _plan(self):
+        units = self._find_units()
+        plan = Plan(units, self.rewrites, self._layouts(units), None)
+        self._check_coverage(plan)
+        self._check_rules(plan)
+        return self._check_derivatives(plan)
+
+    def _adopt(self, error):
+        """Lets the layer around account for a layer that is not captured.
+
+        The layer around goes to the fallback, which takes the gradients of
+        all that is read inside its call. If that does not work either, the
+        layer around that one does. A weight that is read outside of all
+        layers is refused.
+        """
+        layer = error.layer
+        present = self.adopted.get(id(layer), layer)
+        holders = _keras.holders_of(self.model, present)
+        if len(holders) != 1 or holders[0] is self.model:
+            raise NotPrivateError(str(error)) from None
+        for child, holder in list(self.adopted.items()):
+            if holder is layer:
+                self.adopted[child] = holders[0]
+        self.adopted[id(layer)] = holders[0]
 
     # -- running the model -------------------------------------------------
 
@@ -126,16 +160,19 @@ class _Probe:
     # -- 2 and 3: state and mixing, by value --------------------------------
 
     def _check_loss_and_randomness(self):
+        weights = _keras.values(self.model.trainable_variables)
         self.base = self._run(self.batch)
+        self._check_weights(weights)
         again = self._run(self.batch)
         if not np.array_equal(self.base, again):
             self.state.seed_tensorflow = True
             self.base = self._run(self.batch)
             if not np.array_equal(self.base, self._run(self.batch)):
+                layer = self._culprit(self.batch, self.batch, _differ)
                 raise NotPrivateError(
-                    "The model draws random numbers that cannot be repeated, "
-                    "so it cannot be checked. Draw them with keras.random and "
-                    "a keras.random.SeedGenerator."
+                    f"{_described(layer)} draws random numbers that cannot be "
+                    "repeated, so the model cannot be checked. Draw them with "
+                    "keras.random and a keras.random.SeedGenerator."
                 )
         self.base = self._run(self.batch)
         self.random = self.state.seed_tensorflow or self.state.seeds_moved()
@@ -195,6 +232,29 @@ class _Probe:
                     f"no noise protects them. {_remedy(layer)}"
                 )
 
+    def _check_weights(self, saved):
+        """Refuses a forward pass that changed trained weights."""
+        weights = self.model.trainable_variables
+        pairs = zip(weights, saved, _keras.values(weights), strict=True)
+        changed = [v for v, old, new in pairs if not np.array_equal(old, new)]
+        if changed:
+            _assign(weights, saved)
+            # A wrapper that writes a weight of its layer holds it as well.
+            layer = next(
+                layer
+                for layer in _keras.layers_of(self.model)
+                if any(
+                    v is changed[0]
+                    for v in _keras.own_trainable_variables(layer)
+                )
+            )
+            raise NotPrivateError(
+                f"{_described(layer)} changes its trained weight "
+                f"{_name(changed[0])!r} in the forward pass, before its "
+                "gradient is taken. Use the layer inside it alone, or freeze "
+                "it: layer.trainable = False."
+            )
+
     def _owner(self, variable):
         for layer in reversed(_keras.layers_of(self.model)):
             held = [*layer.variables, *_keras.untracked_variables(layer)]
@@ -203,7 +263,29 @@ class _Probe:
         return self.model
 
     def _mixing_message(self, batch, changed, j):
-        """Finds the first layer that carries a change to other examples."""
+        def leak(before, after):
+            """Whether other examples than j differ."""
+            return any(
+                b.shape.rank
+                and b.shape[0] == EXAMPLES
+                and any(
+                    not np.array_equal(b[i], a[i])
+                    for i in range(EXAMPLES)
+                    if i != j
+                )
+                for b, a in zip(before, after, strict=False)
+            )
+
+        layer = self._culprit(batch, changed, leak)
+        where = _described(layer) if layer else "The model or its loss"
+        return (
+            f"{where} mixes examples: the loss of one example changes with "
+            "the data of another, so no bound on the influence of a single "
+            f"example holds. {_remedy(layer)}"
+        )
+
+    def _culprit(self, batch, changed, differ):
+        """The first layer whose outputs differ, but not its inputs."""
         layers = [
             Unit(layer, f"{index}", (), None)
             for index, layer in enumerate(_keras.layers_of(self.model))
@@ -220,34 +302,15 @@ class _Probe:
 
         self._run(batch, layers, note)
         self._run(changed, layers, note)
-
-        def leaks(before, after):
-            return any(
-                b.shape.rank
-                and b.shape[0] == EXAMPLES
-                and any(
-                    not np.array_equal(b[i], a[i])
-                    for i in range(EXAMPLES)
-                    if i != j
-                )
-                for b, a in zip(before, after, strict=False)
-            )
-
         culprits = [
             layer
             for layer, pairs in seen.values()
             if len(pairs) == 2
-            and not leaks(pairs[0][0], pairs[1][0])
-            and leaks(pairs[0][1], pairs[1][1])
+            and not differ(pairs[0][0], pairs[1][0])
+            and differ(pairs[0][1], pairs[1][1])
         ]
         # A model that mixes does so through the innermost of its layers.
-        layer = culprits[0] if culprits else None
-        where = _described(layer) if layer else "The model or its loss"
-        return (
-            f"{where} mixes examples: the loss of one example changes with "
-            "the data of another, so no bound on the influence of a single "
-            f"example holds. {_remedy(layer)}"
-        )
+        return culprits[0] if culprits else None
 
     # -- 1: layout ----------------------------------------------------------
 
@@ -260,7 +323,7 @@ class _Probe:
         opaque, random = frozenset(), frozenset()
         while True:
             units = capture.find_units(
-                self.model, self.registry, opaque, random
+                self.model, self.registry, opaque, random, self.adopted
             )
             drew = set()
 
@@ -321,7 +384,7 @@ class _Probe:
                 inputs, outputs = rows[: len(inputs)], rows[len(inputs) :]
                 if None in outputs:
                     if any(r is not None for r in inputs) or not inputs:
-                        raise NotPrivateError(_no_batch_message(unit))
+                        raise _NotCaptured(unit.layer, _no_batch_message(unit))
                     without_batch = without_batch or key
                 layouts[key] = Layout(
                     tuple(inputs), tuple(outputs), repeats.get(key)
@@ -331,7 +394,7 @@ class _Probe:
             # One at a time: what follows a call gets its batch axis from it.
             if without_batch in repeats:
                 unit = next(u for u in units if u.path == without_batch[0])
-                raise NotPrivateError(_no_batch_message(unit))
+                raise _NotCaptured(unit.layer, _no_batch_message(unit))
             repeats[without_batch] = self._repeat(
                 units, repeats, without_batch, large[without_batch][0]
             )
@@ -347,7 +410,7 @@ class _Probe:
                 if np.allclose(losses, self.base, rtol=_tolerance(self.base)):
                     return repeat
         unit = next(u for u in units if u.path == key[0])
-        raise NotPrivateError(_no_batch_message(unit))
+        raise _NotCaptured(unit.layer, _no_batch_message(unit))
 
     def _observe(self, units, batch, repeats=None):
         """Runs the layers as they are and notes their tensors by call."""
@@ -422,7 +485,10 @@ class _Probe:
         gradients = tape.gradient(losses, raw)
         for variable, gradient in zip(variables, gradients, strict=True):
             if gradient is not None:
-                raise NotPrivateError(_uncovered_message(variable))
+                raise self._uncovered(variable)
+
+    def _uncovered(self, variable):
+        return _NotCaptured(self._owner(variable), _uncovered_message(variable))
 
     # -- 5: rules -----------------------------------------------------------
 
@@ -523,7 +589,7 @@ class _Probe:
                 if id(variable) not in covered and np.any(
                     gradients[id(variable)]
                 ):
-                    raise NotPrivateError(_uncovered_message(variable))
+                    raise self._uncovered(variable)
             exact = [
                 sum(np.sum(np.square(gradients[id(v)])) for v in part.variables)
                 for part in parts
@@ -665,6 +731,12 @@ class _State:
             _assign(self._metrics, self._saved_metrics)
 
 
+def _differ(before, after):
+    return any(
+        not np.array_equal(b, a) for b, a in zip(before, after, strict=False)
+    )
+
+
 def _assign(variables, values):
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
@@ -798,10 +870,11 @@ def _rows_of(unit, large, small):
         return Rows(n // EXAMPLES) if n > EXAMPLES else ONE_ROW
     if n == m:
         return None
-    raise NotPrivateError(
+    raise _NotCaptured(
+        unit.layer,
         f"{_described(unit.layer)} is called with {n} rows for {EXAMPLES} "
         f"examples and {m} for {EXAMPLES - 1}: rows cannot be told apart by "
-        "example. Give each example the same number of rows."
+        "example. Give each example the same number of rows.",
     )
 
 
@@ -836,9 +909,10 @@ def _ordered(unit, layout, moved):
             for j, run in enumerate(moved)
         )
         if not (major or minor):
-            raise NotPrivateError(
+            raise _NotCaptured(
+                unit.layer,
                 f"{_described(unit.layer)} is called with {k} rows for each "
-                "example, in an order in which they cannot be told apart."
+                "example, in an order in which they cannot be told apart.",
             )
         result.append(Rows(k, example_major=major))
     return Layout(tuple(result[:count]), tuple(result[count:]), layout.repeat)

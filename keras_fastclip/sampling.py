@@ -242,7 +242,8 @@ def as_arrays(structure: Any) -> Any:
     ):
         return as_arrays(np.array(structure))
     if isinstance(structure, (list, tuple)):
-        return tuple(as_arrays(part) for part in structure)
+        parts = [as_arrays(part) for part in structure]
+        return parts if isinstance(structure, list) else tuple(parts)
     if isinstance(structure, dict):
         return {key: as_arrays(part) for key, part in structure.items()}
     if structure is None or isinstance(structure, tf.Tensor):
@@ -251,6 +252,15 @@ def as_arrays(structure: Any) -> Any:
     if np.issubdtype(array.dtype, np.floating):
         array = array.astype(keras.config.floatx(), copy=False)
     return array
+
+
+def without_lists(structure: Any) -> Any:
+    """The structure with tuples for lists, which tf.data would stack."""
+    if isinstance(structure, (list, tuple)):
+        return tuple(without_lists(part) for part in structure)
+    if isinstance(structure, dict):
+        return {key: without_lists(part) for key, part in structure.items()}
+    return structure
 
 
 def split(arrays: Any, fraction: float) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ import time
 import warnings
 
 import keras
+import keras_hub
 import numpy as np
 from keras_hub import layers, models
 
@@ -993,25 +994,25 @@ def exported():
     return sorted(found.values())
 
 
-def without_added_losses(build):
-    """Routers add a loss of all tokens of the batch, whatever its weight."""
+def with_config(name, **changes):
+    """A backbone of the zoo with other values in its configuration."""
 
-    def build_without():
-        backbone, inputs = build()
-        for layer in backbone._flatten_layers():
-            layer.add_loss = lambda loss: None
-        return backbone, inputs
+    def build():
+        backbone, inputs = ZOO[name]()
+        config = {**backbone.get_config(), **changes}
+        return type(backbone).from_config(config), inputs
 
-    return build_without
+    return build
 
 
-for _name in (
-    "MixtralBackbone",
-    "Qwen3MoeBackbone",
-    "Qwen3_5MoeBackbone",
-    "QwenMoeBackbone",
+# Routers add a loss of all tokens of the batch. Private models have it off.
+for _name, _coefficient in (
+    ("MixtralBackbone", "router_aux_loss_coef"),
+    ("Qwen3MoeBackbone", "router_aux_loss_coefficient"),
+    ("Qwen3_5MoeBackbone", "router_aux_loss_coefficient"),
+    ("QwenMoeBackbone", "router_aux_loss_coefficient"),
 ):
-    ZOO[f"{_name} (no added loss)"] = without_added_losses(ZOO[_name])
+    ZOO[f"{_name} (no added loss)"] = with_config(_name, **{_coefficient: 0})
 
 
 def perturb(model):
@@ -1122,19 +1123,31 @@ def _first_sentence(error):
 
 
 def main(names):
-    counts = collections.Counter()
+    forms = collections.defaultdict(dict)
     for name in names or ZOO:
         start = time.time()
         line = verdict(name)
-        if "(" not in name:
-            counts[re.split("[ :]", line)[0]] += 1
+        backbone, _, form = name.partition(" ")
+        forms[backbone][form] = re.split("[ :]", line)[0]
         print(f"{name}: {line} [{time.time() - start:.0f} s]", flush=True)
         keras.utils.clear_session()
-    missing = sorted(set(exported()) - set(ZOO))
-    print(f"\n{len(exported())} backbones, each in its plain form:")
-    print(", ".join(f"{count} {word}" for word, count in counts.items()))
-    if missing:
-        print("not in the zoo:", ", ".join(missing))
+    plain = [b for b, words in forms.items() if words.get("") == "right"]
+    others = {
+        b: " ".join(form for form, word in words.items() if word == "right")
+        for b, words in forms.items()
+        if b not in plain and "right" in words.values()
+    }
+    rest = collections.Counter(
+        words[""]
+        for b, words in forms.items()
+        if b not in plain and b not in others
+    )
+    print(f"\n{len(forms)} backbones of KerasHub {keras_hub.__version__}:")
+    print(f"{len(plain)} train exactly as they are")
+    listed = ", ".join(f"{b} {form}" for b, form in others.items())
+    print(f"{len(others)} train exactly in another form: {listed}")
+    for word, count in rest.items():
+        print(f"{count} {word}")
 
 
 if __name__ == "__main__":

@@ -119,19 +119,9 @@ BACKBONES = [
 ]
 
 
-# Refused although nothing mixes: weights that are looked up or multiplied in a
-# call without a batch axis in front.
-NOT_YET = ("CLIPBackbone (embeddings)", "MixtralBackbone (no added loss)")
-
-
 @pytest.mark.parametrize("name", BACKBONES)
 def test_backbone_gives_the_gradients_of_the_loop(name):
-    try:
-        assert hub_zoo.is_right(name)
-    except keras_fastclip.NotPrivateError as error:
-        if name not in NOT_YET:
-            raise
-        pytest.xfail(str(error))
+    assert hub_zoo.is_right(name)
 
 
 @pytest.mark.parametrize(
