@@ -14,6 +14,7 @@ from keras_fastclip.probe import NotPrivateError
 from keras_fastclip.registry import (
     LayerRegistry,
     default_registry,
+    from_tf_privacy,
     register,
 )
 from keras_fastclip.replacement import replace_batch_normalization
@@ -34,6 +35,7 @@ __all__ = [
     "PerLayerClipping",
     "check_gradients",
     "default_registry",
+    "from_tf_privacy",
     "make_private",
     "register",
     "replace_batch_normalization",

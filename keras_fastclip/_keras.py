@@ -85,6 +85,12 @@ def with_values(arguments: Any) -> Any:
     )
 
 
+def assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
+    """Gives variables the values that `values` found."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
 def seed_states(layer: keras.Layer) -> list[keras.Variable]:
     """States of the random generators of a layer and of all below it."""
     states = [global_seed_generator().state]

@@ -75,7 +75,11 @@ def check_gradients(
         for variable in unit.variables
     }
     group_of = groups_of_weights(plan, privacy.clipping)
+    # Some layers move on in every forward pass, whatever the data.
+    state = model.non_trainable_variables
+    saved = _keras.values(state)
     found = clip(model, batch, training=training)
+    _keras.assign(state, saved)
     right_sums, right_norms = loop_over_examples(
         model, batch, privacy.clipping, group_of, training=training
     )
@@ -123,6 +127,8 @@ def loop_over_examples(
     variables = model.trainable_variables
     group_of = group_of or {id(v): 0 for v in variables}
     count = max(group_of.values()) + 1
+    state = model.non_trainable_variables
+    saved = _keras.values(state)
     sums = [np.zeros(v.shape) for v in variables]
     totals = []
     for i in range(num_examples(batch)):
@@ -130,6 +136,7 @@ def loop_over_examples(
             lambda leaf, i=i: None if leaf is None else leaf[i : i + 1], batch
         )
         gradients = _plain_gradient(model, one, training)
+        _keras.assign(state, saved)
         squares = np.zeros(count)
         for variable, gradient in zip(variables, gradients, strict=True):
             group = group_of.get(id(variable), 0)

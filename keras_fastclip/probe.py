@@ -100,7 +100,7 @@ class _Probe:
         saved = _keras.values(kept)
         # Builds what is not built yet.
         _keras.call_model(model, self.batch[0], training=False)
-        _assign(kept, saved)
+        _keras.assign(kept, saved)
         self.state = _State(model)
         self.rewrites = ()
         self.adopted = {}
@@ -238,7 +238,7 @@ class _Probe:
         pairs = zip(weights, saved, _keras.values(weights), strict=True)
         changed = [v for v, old, new in pairs if not np.array_equal(old, new)]
         if changed:
-            _assign(weights, saved)
+            _keras.assign(weights, saved)
             # A wrapper that writes a weight of its layer holds it as well.
             layer = next(
                 layer
@@ -502,7 +502,7 @@ class _Probe:
             outputs = method(*args, **kwargs)
             if unit.rule is None:
                 return outputs
-            _assign(seeds, drawn)
+            _keras.assign(seeds, drawn)
             layout = plan.layouts[key]
             call, finish = capture.captured(
                 unit, key, layout, method, args, kwargs, EXAMPLES
@@ -713,9 +713,9 @@ class _State:
     def restore(self):
         """Back to the start; with a shift, to other random numbers."""
         count = len(self.variables)
-        _assign(self.variables, self._saved[:count])
+        _keras.assign(self.variables, self._saved[:count])
         shifted = [value + self.seed_shift for value in self._saved[count:]]
-        _assign(self._seeds, shifted)
+        _keras.assign(self._seeds, shifted)
         if self.seed_tensorflow:
             tf.random.set_seed(self.seed_shift)
 
@@ -728,18 +728,13 @@ class _State:
             self.restore()
             # Those of the losses of outputs are made by the first call.
             self._model.reset_metrics()
-            _assign(self._metrics, self._saved_metrics)
+            _keras.assign(self._metrics, self._saved_metrics)
 
 
 def _differ(before, after):
     return any(
         not np.array_equal(b, a) for b, a in zip(before, after, strict=False)
     )
-
-
-def _assign(variables, values):
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
 
 
 def _map(function, structure):

@@ -20,8 +20,9 @@ from keras_fastclip.registry.lookup import (
     default_registry,
     register,
 )
+from keras_fastclip.registry.tf_privacy import from_tf_privacy
 
-__all__ = ["LayerRegistry", "default_registry", "register"]
+__all__ = ["LayerRegistry", "default_registry", "from_tf_privacy", "register"]
 
 del activation, attention, convolution, dense, embedding
 del keras_hub, normalization, recurrent
