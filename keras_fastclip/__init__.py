@@ -18,6 +18,7 @@ from keras_fastclip.registry import (
     register,
 )
 from keras_fastclip.replacement import replace_batch_normalization
+from keras_fastclip.summary import clipping_summary
 
 __version__ = "0.1.0.dev0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "NotPrivateError",
     "PerLayerClipping",
     "check_gradients",
+    "clipping_summary",
     "default_registry",
     "from_tf_privacy",
     "make_private",

@@ -9,6 +9,7 @@ weight gradient.
 import contextlib
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -75,6 +76,25 @@ class Layout:
     repeat: str | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is told of a layer in `clipping_summary`.
+
+    Attributes:
+        rule: "closed form", "own" for a user's, or "fallback".
+        calls: how often it is called in a forward pass.
+        sizes: T, d and p of its largest term; None where there are none.
+        has_ghost: whether that term has a ghost norm.
+        prefers_ghost: whether the ghost norm takes less memory.
+    """
+
+    rule: str
+    calls: int
+    sizes: tuple[int | None, int | None, int | None] = (None, None, None)
+    has_ghost: bool = False
+    prefers_ghost: bool = False
+
+
 Rewrites = tuple[tuple[keras.Layer, Callable], ...]
 
 
@@ -88,12 +108,14 @@ class Plan:
         layouts: by (path, number of the call), the layout of each call.
         reached: the calls that the losses depend on; None while the probe is
             finding out.
+        facts: the units that are called, with facts about them.
     """
 
     units: tuple[Unit, ...]
     rewrites: Rewrites
     layouts: dict[tuple[str, int], Layout]
     reached: frozenset[tuple[str, int]] | None
+    facts: tuple[tuple[Unit, Facts], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,6 +350,33 @@ class Recording:
                 "runs the loop, or unroll it."
             )
         return uses, reached
+
+
+def facts_of(calls: list[Call]) -> tuple[tuple[Unit, Facts], ...]:
+    """Facts about the layers that made some calls, in order of the calls."""
+    by_path: dict[str, list[Call]] = {}
+    for call in calls:
+        by_path.setdefault(call.unit.path, []).append(call)
+    return tuple((c[0].unit, _facts(c)) for c in by_path.values())
+
+
+def _facts(calls):
+    first = calls[0]
+    terms = [term for term in first.terms if term.sizes(first.rows)]
+    if not first.single:
+        return Facts("fallback", len(calls))
+    if any(isinstance(term, UserRule) for term in first.terms):
+        return Facts("own", len(calls))
+    if not terms:
+        return Facts("closed form", len(calls))
+    largest = max(terms, key=lambda term: math.prod(term.variables[0].shape))
+    return Facts(
+        "closed form",
+        len(calls),
+        largest.sizes(first.rows),
+        largest.has_omega,
+        largest.prefers_omega(first.rows),
+    )
 
 
 def captured(

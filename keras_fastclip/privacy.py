@@ -217,6 +217,11 @@ class Privacy:
             self._plan = plan
         return self._plan
 
+    @property
+    def latest_plan(self) -> Plan | None:
+        """The plan of the latest check, if there was one."""
+        return self._plan
+
     def _signature_of(self, model, batch):
         # The library's own losses are right whatever the sample weights are.
         custom = getattr(model, "compute_per_example_loss", None)

@@ -604,7 +604,9 @@ class _Probe:
                 gap = np.sum(np.square(_float64(found) - right))
                 scale = max(np.sum(np.square(right)), 1e-4 * whole)
                 self._require_close(part, gap, scale, "sums")
-        return dataclasses.replace(plan, reached=frozenset(reached))
+        return dataclasses.replace(
+            plan, reached=frozenset(reached), facts=capture.facts_of(calls)
+        )
 
     def _check_same_model(self, calls, losses):
         """Rules must compute what their layers compute."""

@@ -1,5 +1,7 @@
 """Rules for embeddings: ζ is the rows that were looked up, or the logits."""
 
+import math
+
 import keras
 import tensorflow as tf
 
@@ -167,6 +169,11 @@ class Lookup(Term):
 
     def prefers_omega(self, rows):
         return True
+
+    def sizes(self, rows):
+        axes = self._ids.shape[1:]
+        count = None if None in axes else math.prod(axes) * rows.per_example
+        return count, self._vocabulary, self._width
 
 
 def lookup_norm(ids: tf.Tensor, g: tf.Tensor) -> tf.Tensor:

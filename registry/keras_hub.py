@@ -49,12 +49,12 @@ def scale_rule(name: str, *, plus_one: bool = False):
         plus_one: whether the layer adds one to w.
     """
 
-    def rule(layer, inputs):
+    def rule(layer, inputs, *args, **kwargs):
         weight = getattr(layer, name)
         neutral = tf.zeros if plus_one else tf.ones
         value = neutral(weight.shape, weight.dtype)
         with keras.StatelessScope([(weight, value)]):
-            unscaled = type(layer).call(layer, inputs)
+            unscaled = type(layer).call(layer, inputs, *args, **kwargs)
         factor = keras.ops.cast(weight, unscaled.dtype)
         zeta = unscaled * (factor + 1 if plus_one else factor)
         wide, shape = at_least_float32(unscaled), tuple(weight.shape)

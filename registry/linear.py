@@ -101,6 +101,10 @@ class Linear(Term):
         """The number of weights."""
         return sum(math.prod(variable.shape) for variable in self.variables)
 
+    def sizes(self, rows):
+        p = self.variables[0].shape[-1]
+        return self.positions(rows), self.size // p, p
+
     def positions(self, rows: Rows) -> int | None:
         """T of an example, if it is known while tracing."""
         if self._positions is None:

@@ -111,6 +111,10 @@ class Term:
         """Whether `omega` takes less memory than `per_example`."""
         return False
 
+    def sizes(self, rows: Rows) -> tuple[int | None, int, int] | None:
+        """T, d and p, for terms that have them."""
+        return None
+
 
 class Small(Term):
     """Weights so few that the gradients of all examples fit beside them.
