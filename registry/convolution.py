@@ -217,6 +217,13 @@ class Geometry:
 
 
 def _convolve(geometry, inputs, kernel):
+    if _is_depthwise(geometry, kernel):
+        # Keras has XLA compile every call of a grouped convolution.
+        channels = geometry.groups
+        kernel = keras.ops.reshape(
+            kernel, [*geometry.kernel_size, channels, -1]
+        )
+        return _depthwise(geometry)(inputs, kernel)
     padding = geometry.padding
     if padding == "causal":
         before = geometry.dilation_rate[0] * (geometry.kernel_size[0] - 1)
@@ -234,7 +241,19 @@ def _convolve(geometry, inputs, kernel):
     )
 
 
+def _is_depthwise(geometry, kernel):
+    """Whether each channel is a group, in a form that Keras has an op for."""
+    return (
+        geometry.groups > 1
+        and kernel.shape[-2] == 1
+        and geometry.rank < 3
+        and geometry.padding != "causal"
+        and len(set(geometry.strides)) == 1
+    )
+
+
 def _depthwise(layer):
+    """The depthwise convolution of a layer or geometry."""
     return functools.partial(
         keras.ops.depthwise_conv,
         strides=layer.strides,

@@ -112,9 +112,9 @@ class _Cell:
             kernels = tf.split(self.kernel, self.gates, -1)
             inputs = tf.unstack(a, axis=2)
             pairs = zip(inputs, kernels, strict=True)
-            zeta = tf.concat([tf.matmul(x, k) for x, k in pairs], -1)
+            zeta = tf.concat([_times(x, k) for x, k in pairs], -1)
         else:
-            zeta = tf.matmul(a, self.kernel)
+            zeta = _times(a, self.kernel)
         return zeta if self.offset is None else zeta + self.offset
 
     def terms(self, sequences, loop):
@@ -581,6 +581,14 @@ def _dropped(sequences, masks):
     if isinstance(masks, list):
         return tf.stack([sequences * mask[:, None] for mask in masks], 2)
     return sequences * masks[:, None]
+
+
+def _times(sequences, kernel):
+    """x·W of all steps in one product of matrices, which is faster."""
+    flat = tf.reshape(sequences, [-1, kernel.shape[0]])
+    shape = tf.concat([tf.shape(sequences)[:2], [kernel.shape[1]]], 0)
+    product = tf.reshape(tf.matmul(flat, kernel), shape)
+    return tf.ensure_shape(product, [*sequences.shape[:2], kernel.shape[1]])
 
 
 def _itself(g):

@@ -296,3 +296,49 @@ def test_turned_layer_is_built_later():
     assert layer.built and layer.gamma.shape == (4,)
     assert layer.weights == [layer.gamma, layer.beta]
     assert layer.get_build_config() == {"input_shape": (2, 3, 4)}
+
+
+def test_holders_hold_a_layer_directly():
+    model = small()
+    inner = model.layers[1]
+    assert _keras.holders_of(model, inner.layers[0]) == [inner]
+    assert _keras.holders_of(model, inner) == [model]
+
+
+def test_values_take_the_place_of_variables():
+    variable = keras.Variable([1.0, 2.0])
+    (args, kwargs) = _keras.with_values(((variable, 3), {"a": [variable]}))
+    assert isinstance(args[0], tf.Tensor) and args[1] == 3
+    np.testing.assert_array_equal(kwargs["a"][0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize("mode", [None, "int8"])
+def test_up_to_activation(mode):
+    layer = layers.Dense(3, activation="relu")
+    x = tf.random.normal((2, 4))
+    layer(x)
+    if mode:
+        layer.quantize(mode)
+    found = _keras.up_to_activation(layer, x)
+    assert np.any(np.array(found) < 0)
+    np.testing.assert_array_equal(tf.nn.relu(found), layer(x))
+    assert layer.activation is keras.activations.relu
+
+
+@pytest.mark.parametrize("kind", [layers.Attention, layers.AdditiveAttention])
+def test_attention_is_its_scores_and_what_follows(kind):
+    layer = kind(use_scale=True)
+    x = [tf.random.normal((2, 3, 4)), tf.random.normal((2, 5, 4))]
+    right = layer(x)
+    scores = _keras.attention_scores(layer, *x)
+    assert scores.shape == (2, 3, 5)
+    found = _keras.attention_from_scores(layer, scores, x)
+    np.testing.assert_allclose(found, right, rtol=1e-6)
+    assert "_calculate_scores" not in vars(layer)
+
+
+def test_arguments_of_call():
+    assert _keras.has_mask_argument(layers.LSTM(1))
+    assert not _keras.has_mask_argument(layers.Dense(1))
+    assert _keras.has_training_argument(layers.Dropout(0.1))
+    assert not _keras.has_training_argument(layers.Flatten())
