@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from keras_fastclip import _keras
+from keras_fastclip.planner import Sizes
 from keras_fastclip.registry.fallback import (
     OPAQUE,
     LayerLocal,
@@ -109,6 +110,8 @@ class Plan:
         reached: the calls that the losses depend on; None while the probe is
             finding out.
         facts: the units that are called, with facts about them.
+        kernels: by path of the layer, the sizes of kernels that `auto` plans.
+        numbers: of weights, and of activations of an example.
     """
 
     units: tuple[Unit, ...]
@@ -116,6 +119,8 @@ class Plan:
     layouts: dict[tuple[str, int], Layout]
     reached: frozenset[tuple[str, int]] | None
     facts: tuple[tuple[Unit, Facts], ...] = ()
+    kernels: tuple[tuple[str, Sizes], ...] = ()
+    numbers: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@
 | `bk_mixghost` | ghost where 2T² < pd     | 𝒜*(c·g) from the kept cotangents |
 | `bk_mixopt`   | ghost where 2T² < pd     | from instantiated gradients where |
 |               |                          | there are any, else as above      |
-| `auto`        | as `bk_mixopt`           | as `bk_mixopt`                   |
+| `auto`        | what takes the least time within a memory budget, by kernel; |
+|               | see `planner.py`                                             |
 | `naive`       | a loop over the examples | the sum of the loop's gradients  |
 
 All give the same clipped sum, to rounding. `bk` is book-keeping (Bu et al.,
@@ -15,10 +16,12 @@ the sum.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import tensorflow as tf
 
+from keras_fastclip import planner
 from keras_fastclip.capture import Plan, Use
 from keras_fastclip.clipping import Clipping
 from keras_fastclip.registry import shared
@@ -37,14 +40,16 @@ class Method:
         ghost_everywhere: take the ghost norm even where building the
             gradients would take less memory.
         keep: reuse gradients that were built for their norms.
+        planned: leave both to the planner, for kernels that are matrices.
     """
 
     ghost_everywhere: bool = False
     keep: bool = True
+    planned: bool = False
 
 
 METHODS: dict[str, Method | None] = {
-    "auto": Method(),
+    "auto": Method(planned=True),
     "bk": Method(ghost_everywhere=True, keep=False),
     "bk_mixghost": Method(keep=False),
     "bk_mixopt": Method(),
@@ -75,6 +80,18 @@ class Part:
     def path(self) -> str:
         """Of the layer whose share of the clip norm counts."""
         return self.uses[0].unit.path
+
+    def sizes(self) -> planner.Sizes | None:
+        """What the planner needs to know; None where there is no choice."""
+        found = [use.term.plan_sizes(use.rows) for use in self.uses]
+        joined = len(self.uses) == 1 or shared.can_join(self.uses)
+        if None in found or not joined or not self._has_adjoint:
+            return None
+        positions = sum(sizes.positions for sizes in found)
+        return dataclasses.replace(found[0], positions=positions)
+
+    def follow(self, choice: planner.Choice) -> None:
+        self._ghost, self._keep = choice.ghost, choice.keep
 
     def squared_norms(self) -> tf.Tensor:
         """Ω, shape (batch,)."""
@@ -163,6 +180,34 @@ def make_parts(uses: Sequence[Use], method: Method) -> list[Part]:
         merged = [other for cluster in joined for other in cluster] + [use]
         clusters = [*others, merged]
     return [Part(cluster, method) for cluster in clusters]
+
+
+def plan_parts(parts: Sequence[Part], batch: int, budget: int | None) -> None:
+    """Has parts follow what the planner chooses for them.
+
+    Args:
+        parts: what `make_parts` returned.
+        batch: the expected batch size.
+        budget: bytes, or None for the default.
+    """
+    planned = [part for part in parts if part.sizes() is not None]
+    sizes = [part.sizes() for part in planned]
+    chosen = planner.plan_here(sizes, *numbers(parts), batch, budget)
+    for part, choice in zip(planned, chosen, strict=True):
+        part.follow(choice)
+
+
+def numbers(parts: Sequence[Part]) -> tuple[int, int]:
+    """How many weights there are, and activations of an example."""
+    weights = {id(v): math.prod(v.shape) for p in parts for v in p.variables}
+    activations = {}
+    for part in parts:
+        for use in part.uses:
+            for g in use.g if isinstance(use.g, list) else [use.g]:
+                sizes = [n or 1 for n in g.shape[1:]]
+                each = math.prod(sizes) * use.rows.per_example
+                activations[id(g)] = each
+    return sum(weights.values()), sum(activations.values())
 
 
 def groups_of_weights(plan: Plan, clipping: Clipping) -> dict[int, int]:

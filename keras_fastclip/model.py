@@ -74,6 +74,8 @@ def clip(
         )
     uses, _ = recording.backward(example_losses)
     parts = methods.make_parts(uses, privacy.method)
+    if privacy.method.planned:
+        methods.plan_parts(parts, *privacy.limits(batch_size))
     paths = [unit.path for unit in plan.units]
     clipped = methods.clipped_sums(
         parts, privacy.clipping, paths, batch_size, real
@@ -359,6 +361,7 @@ class _PrivateModel(PrivateTraining):
         registry=None,
         strict=False,
         seed=None,
+        memory_budget=None,
         **kwargs,
     ):
         settings = Settings(
@@ -370,6 +373,7 @@ class _PrivateModel(PrivateTraining):
             registry=registry,
             strict=strict,
             seed=seed,
+            memory_budget=memory_budget,
         )
         self._init_plain(*args, **kwargs)
         self._privacy = Privacy(settings)
@@ -477,6 +481,9 @@ class DPModel(_PrivateModel, keras.Model):
             of single examples in them.
         seed: makes noise and sampling repeatable, for experiments on public
             data. Noise that others can repeat protects nothing.
+        memory_budget: bytes that method "auto" may spend to save time, beyond
+            the least that any method takes. By default a tenth of what plain
+            training of the model takes, and at least 32 MiB.
 
     Example:
 

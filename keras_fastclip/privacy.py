@@ -28,6 +28,7 @@ class Settings:
     registry: LayerRegistry | None = None
     strict: bool = False
     seed: int | None = None
+    memory_budget: int | None = None
 
     def __post_init__(self):
         _validate.positive(l2_norm_clip=self.l2_norm_clip)
@@ -39,6 +40,8 @@ class Settings:
             )
         if self.seed is not None:
             _validate.non_negative_integer(seed=self.seed)
+        if self.memory_budget is not None:
+            _validate.non_negative_integer(memory_budget=self.memory_budget)
         if self.registry is not None and not isinstance(
             self.registry, LayerRegistry
         ):
@@ -180,6 +183,14 @@ class Privacy:
                 "batches from arrays."
             )
         return float(self.expected_batch_size)
+
+    def limits(self, batch_size: tf.Tensor | None = None) -> tuple:
+        """What `auto` plans for: the batch size, and bytes or None."""
+        known = None
+        if batch_size is not None:
+            known = tf.get_static_value(batch_size)
+        size = self.expected_batch_size or known or 32
+        return int(size), self.settings.memory_budget
 
     # -- the plan -----------------------------------------------------------
 

@@ -604,8 +604,13 @@ class _Probe:
                 gap = np.sum(np.square(_float64(found) - right))
                 scale = max(np.sum(np.square(right)), 1e-4 * whole)
                 self._require_close(part, gap, scale, "sums")
+        kernels = [(part.path, part.sizes()) for part in parts]
         return dataclasses.replace(
-            plan, reached=frozenset(reached), facts=capture.facts_of(calls)
+            plan,
+            reached=frozenset(reached),
+            facts=capture.facts_of(calls),
+            kernels=tuple(pair for pair in kernels if pair[1] is not None),
+            numbers=methods.numbers(parts),
         )
 
     def _check_same_model(self, calls, losses):

@@ -196,6 +196,12 @@ def _copy(model):
         twin.trainable = original.trainable
         twin.name = original.name
         _copy_state(original, twin)
+    if len(model.weights) != len(copy.weights):
+        raise ValueError(
+            f"{_described(model)} has layers that share weights in a way that "
+            "a copy made from its config does not. Replace BatchNormalization "
+            "in its code by hand."
+        )
     for original, twin in zip(model.weights, copy.weights, strict=True):
         twin.trainable = original.trainable
     copy.built = model.built

@@ -10,8 +10,10 @@ import rich.box
 import rich.console
 import rich.table
 
-from keras_fastclip.capture import Facts
+from keras_fastclip import planner
+from keras_fastclip.capture import Facts, Plan
 from keras_fastclip.methods import Method
+from keras_fastclip.privacy import Privacy
 from keras_fastclip.sampling import as_arrays, some
 
 
@@ -66,15 +68,16 @@ def clipping_summary(
         table.add_column(title, overflow="fold")
     for title in ("T", "d", "p", "weights", "calls"):
         table.add_column(title, justify="right", no_wrap=True)
-    total = 0
-    for unit, facts in privacy.latest_plan.facts:
+    total, plan = 0, privacy.latest_plan
+    planned = _planned(plan, privacy)
+    for unit, facts in plan.facts:
         weights = sum(math.prod(v.shape) for v in unit.variables)
         total += weights
         table.add_row(
             unit.path,
             type(unit.layer).__name__,
             facts.rule,
-            _norm(facts, privacy.method),
+            planned.get(unit.path) or _norm(facts, privacy.method),
             *map(_number, facts.sizes),
             _number(weights),
             _number(facts.calls),
@@ -83,6 +86,21 @@ def clipping_summary(
     console.print(table)
     text = console.file.getvalue().rstrip()
     print_fn(f"{text}\n\n {total:,} trained weights in all")
+
+
+def _planned(plan: Plan, privacy: Privacy) -> dict[str, str]:
+    """How `auto` takes the norm of the largest kernel of each layer."""
+    if privacy.method is None or not privacy.method.planned:
+        return {}
+    sizes = [sizes for _, sizes in plan.kernels]
+    chosen = planner.plan_here(sizes, *plan.numbers, *privacy.limits())
+    norms, largest = {}, {}
+    for (path, size), choice in zip(plan.kernels, chosen, strict=True):
+        weights = size.inputs * size.outputs * size.blocks
+        if weights > largest.get(path, 0):
+            largest[path] = weights
+            norms[path] = "ghost" if choice.ghost else "instantiated"
+    return norms
 
 
 def _norm(facts: Facts, method: Method | None) -> str:

@@ -289,6 +289,10 @@ class Convolution(Linear):
         self._to_result = canonical or geometry.channels_last
         self._positions = self._count_positions()
 
+    def plan_sizes(self, rows):
+        # Patches and products by offset cost other than matrices do.
+        return None
+
     def _count_positions(self):
         spatial = self._geometry.channels_last(self._inputs).shape[1:-1]
         sizes = [
@@ -299,7 +303,8 @@ class Convolution(Linear):
 
     def _operands(self, g):
         """What is cut into patches, and what the patches meet."""
-        return self._geometry.channels_last(self._inputs), self._to_result(g)
+        g = self._to_result(at_least_float32(g))
+        return self._geometry.channels_last(self._inputs), g
 
     def _block_form(self, tensor, rows):
         """(rows, *spatial, c) -> (B, T, c), or (B, groups, T, c/groups)."""
@@ -378,7 +383,8 @@ class TransposedConvolution(Convolution):
         return None if None in sizes else math.prod(sizes)
 
     def _operands(self, g):
-        return self._to_result(g), self._geometry.channels_last(self._inputs)
+        g = self._to_result(at_least_float32(g))
+        return g, self._geometry.channels_last(self._inputs)
 
 
 def _reshaped(matrices, shape):

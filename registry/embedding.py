@@ -126,8 +126,16 @@ class Lookup(Term):
 
     def __init__(self, table, ids: tf.Tensor, canonical=None):
         self.variables = (table,)
-        self._ids = ids
+        # Ids that the table does not have: TensorFlow raises an error, but
+        # compiled by XLA it takes some row, and lets their gradients go.
+        self._known = (ids >= 0) & (ids < table.shape[0])
+        self._ids = tf.where(self._known, ids, tf.zeros_like(ids))
         self._canonical = canonical or _itself
+
+    def _cotangent(self, g):
+        """The cotangent of the rows looked up; zero for unknown ids."""
+        g = self._canonical(at_least_float32(g))
+        return tf.where(self._known[..., None], g, tf.zeros([], g.dtype))
 
     @property
     def _width(self):
@@ -139,7 +147,7 @@ class Lookup(Term):
 
     def pair(self, g, rows):
         """ids (B, q) and cotangents (B, q, width)."""
-        g = self._canonical(at_least_float32(g))
+        g = self._cotangent(g)
         examples = tf.shape(self._ids)[0] // rows.per_example
         ids = tf.reshape(rows.fold(self._ids), [examples, -1])
         g = tf.reshape(rows.fold(g), [examples, -1, self._width])
@@ -148,7 +156,7 @@ class Lookup(Term):
     def adjoint(self, g, keep):
         del keep  # ids are always finite
         # A frequent id has many summands, too many for half precision.
-        g = self._canonical(at_least_float32(g))
+        g = self._cotangent(g)
         flat = tf.reshape(g, [-1, self._width])
         ids = tf.reshape(self._ids, [-1])
         return (tf.math.unsorted_segment_sum(flat, ids, self._vocabulary),)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from keras_fastclip.planner import Sizes
 from keras_fastclip.registry.terms import (
     Rows,
     Term,
@@ -66,12 +67,13 @@ class Linear(Term):
     def pair(self, g, rows: Rows):
         """a and g as (B, T, d) and (B, T, p), or with blocks (B, S, T, ·)."""
         a = at_least_float32(self._a)
-        g = at_least_float32(self._canonical(g))
+        # In float32 before anything is done to it, as in the sum.
+        g = self._canonical(at_least_float32(g))
         return by_example(a, rows), by_example(g, rows)
 
     def adjoint(self, g, keep):
         a = select_rows(keep, at_least_float32(self._a))
-        g = at_least_float32(self._canonical(g))
+        g = self._canonical(at_least_float32(g))
         if a.shape.rank == 4:
             return self._weights(tf.einsum("btsd,btsp->sdp", a, g))
         # One 2-D product is faster than what autodiff makes of a 3-D one.
@@ -101,9 +103,22 @@ class Linear(Term):
         """The number of weights."""
         return sum(math.prod(variable.shape) for variable in self.variables)
 
+    @property
+    def form(self) -> tuple:
+        """What must be alike in terms that are joined."""
+        return self.is_matrix, self._blocks
+
     def sizes(self, rows):
         p = self.variables[0].shape[-1]
         return self.positions(rows), self.size // p, p
+
+    def plan_sizes(self, rows):
+        positions = self.positions(rows)
+        if positions is None:
+            return None
+        p = self.variables[0].shape[-1] // self._blocks
+        d = self.size // (p * self._blocks)
+        return Sizes(positions, d, p, self._blocks)
 
     def positions(self, rows: Rows) -> int | None:
         """T of an example, if it is known while tracing."""
@@ -180,11 +195,13 @@ def ghost_norm(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     if a.shape[-2] == 1:
         return _sum_but_first(tf.square(magnitudes(a, g)))
     gram_a, gram_g = _gram(a), _gram(g)
-    # |aₜ||gₜ| of each position.
-    diagonals = tf.linalg.diag_part(gram_a) * tf.linalg.diag_part(gram_g)
-    sizes = tf.reduce_sum(tf.sqrt(diagonals), -1)
+    norms = _sum_but_first(gram_a * gram_g)
+    squares_a = tf.linalg.diag_part(gram_a) + _lost(a)
+    squares_g = tf.linalg.diag_part(gram_g) + _lost(g)
+    sizes = tf.reduce_sum(tf.sqrt(squares_a * squares_g), -1)
+    norms += _sum_but_first(_lost_in_product(squares_a, squares_g, a, g))
     return rounded_up(
-        _sum_but_first(gram_a * gram_g),
+        norms,
         _sum_but_first(tf.square(sizes)),
         a.shape[-1] + g.shape[-1],
     )
@@ -194,15 +211,38 @@ def _gram(tensor):
     return tf.matmul(tensor, tensor, transpose_b=True)
 
 
+def _lost(tensor):
+    """The most that an inner product loses to numbers too small to hold.
+
+    What is below the least normal number becomes zero. That may count: 1e-19
+    squared is zero in float32, yet 1e-19 times 1e19 is one.
+    """
+    least = np.finfo(tensor.dtype.as_numpy_dtype).tiny
+    return tensor.shape[-1] * least
+
+
+def _lost_in_product(squares_a, squares_g, a, g):
+    """The most that ⟨aaᵀ, ggᵀ⟩ loses so: |aₛ·aₜ| is at most Σ|aₜ|²."""
+    count = tf.cast(tf.shape(squares_a)[-1], a.dtype)
+    lost_a = _lost(a) * tf.reduce_sum(squares_g, -1)
+    lost_g = _lost(g) * tf.reduce_sum(squares_a, -1)
+    return count * (lost_a + lost_g)
+
+
 def gram_product(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
-    """⟨aaᵀ, ggᵀ⟩ of each example, as it comes out."""
-    return _sum_but_first(_gram(a) * _gram(g))
+    """⟨aaᵀ, ggᵀ⟩ of each example, before rounding up."""
+    gram_a, gram_g = _gram(a), _gram(g)
+    squares_a = tf.linalg.diag_part(gram_a) + _lost(a)
+    squares_g = tf.linalg.diag_part(gram_g) + _lost(g)
+    lost = _lost_in_product(squares_a, squares_g, a, g)
+    return _sum_but_first(gram_a * gram_g) + _sum_but_first(lost)
 
 
 def magnitudes(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     """|aₜ||gₜ| of each position."""
-    squares = tf.reduce_sum(a * a, -1) * tf.reduce_sum(g * g, -1)
-    return tf.sqrt(squares)
+    squares_a = tf.reduce_sum(a * a, -1) + _lost(a)
+    squares_g = tf.reduce_sum(g * g, -1) + _lost(g)
+    return tf.sqrt(squares_a * squares_g)
 
 
 def rounded_up(norms: tf.Tensor, largest: tf.Tensor, width: int) -> tf.Tensor:

@@ -36,7 +36,7 @@ def omega(uses: Sequence[Any]) -> tf.Tensor | None:
     """
     kernels = [use for use in uses if isinstance(use.term, Linear)]
     lookups = [use for use in uses if isinstance(use.term, Lookup)]
-    if not _can_join(uses, kernels, lookups):
+    if not can_join(uses):
         return None
     kernel = _joined(kernels, axis=-2)
     lookup = _joined(lookups, axis=1)
@@ -66,12 +66,17 @@ def prefers_omega(uses: Sequence[Any]) -> bool:
     return 2 * sum(positions) ** 2 < uses[0].term.size
 
 
-def _can_join(uses, kernels, lookups):
+def can_join(uses: Sequence[Any]) -> bool:
+    """Whether there is a closed form for all uses together."""
+    kernels = [use for use in uses if isinstance(use.term, Linear)]
+    lookups = [use for use in uses if isinstance(use.term, Lookup)]
     if len(kernels) + len(lookups) < len(uses):
         return False
     if len({tuple(map(id, use.term.variables)) for use in uses}) > 1:
         return False
     if any(isinstance(use.term, Convolution) for use in kernels):
+        return False
+    if len({use.term.form for use in kernels}) > 1:
         return False
     # A weight that is not its own matrix must be turned into one alike.
     as_matrix = all(use.term.is_matrix for use in kernels)

@@ -20,6 +20,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_fastclip.planner import Sizes
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -110,6 +112,10 @@ class Term:
     def prefers_omega(self, rows: Rows) -> bool:
         """Whether `omega` takes less memory than `per_example`."""
         return False
+
+    def plan_sizes(self, rows: Rows) -> Sizes | None:
+        """What the planner of `auto` needs to know, where it has a choice."""
+        return None
 
     def sizes(self, rows: Rows) -> tuple[int | None, int, int] | None:
         """T, d and p, for terms that have them."""

@@ -51,8 +51,7 @@ def test_equals_loop_in_float64(name, float64):
     assert np.min(right[1]) > 0
     runs = {"eager": model.clipped_gradients}
     runs["graph"] = tf.function(model.clipped_gradients)
-    if name != "recurrent":  # XLA cannot vectorize a TensorFlow while loop
-        runs["xla"] = tf.function(model.clipped_gradients, jit_compile=True)
+    runs["xla"] = tf.function(model.clipped_gradients, jit_compile=True)
     # Keras holds LoRA weights in float32 always.
     tolerance = 1e-6 if name == "lora" else 1e-9
     for run in runs.values():

@@ -143,3 +143,29 @@ def test_tied_model_in_float32():
 def test_reversible_embedding_both_ways(tie_weights, mask_zero, float64):
     report = check_language_model(tie_weights=tie_weights, mask_zero=mask_zero)
     assert report.relative_error < 1e-9
+
+
+def test_calls_of_different_forms_are_added_after_all(float64):
+    """With dropout each gate has its own input, and without all have one."""
+    inputs = keras.Input((3, 2))
+    layer = keras.layers.GRU(
+        2, dropout=0.5, recurrent_dropout=0.5, return_sequences=True
+    )
+    outputs = layer(layer(inputs, training=True), training=False)
+    model = keras_fastclip.DPModel(
+        inputs,
+        outputs,
+        l2_norm_clip=0.5,
+        noise_multiplier=0.0,
+        expected_batch_size=1,
+        method="bk",
+    )
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    rng = np.random.default_rng(0)
+    before = model.get_weights()
+    model.train_on_batch(rng.normal(size=(1, 3, 2)), np.full((1, 3, 2), 90.0))
+    moved = sum(
+        np.sum((a - b) ** 2)
+        for a, b in zip(model.get_weights(), before, strict=True)
+    )
+    assert np.sqrt(moved) == pytest.approx(0.5, rel=1e-9)
