@@ -44,9 +44,10 @@ from keras_fastclip.registry.terms import ONE_ROW, Rows, squared_norm
 EXAMPLES = 4
 
 # Rounding that the comparison of norms and sums allows for. The rules are
-# right or wrong, and wrong ones are off by far more.
+# right or wrong, and wrong ones are off by far more. Some models compute parts
+# in float32 whatever their type.
 NORM_TOLERANCE = {
-    "float64": 1e-8,
+    "float64": 1e-6,
     "float32": 2e-3,
     "bfloat16": 0.1,
     "float16": 0.1,
