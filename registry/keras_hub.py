@@ -4,6 +4,9 @@ Most of its models bring a root-mean-square normalization of their own. All
 multiply a vector by something that does not depend on it, as do their layer
 scales: y = x̂·w or y = x̂·(1 + w). The layer itself computes x̂, with one or zero
 in place of w.
+
+Class tokens, query tokens and position tables are added to some positions of
+the output, or stand there alone: their gradient is g at these positions.
 """
 
 import keras
@@ -40,6 +43,19 @@ _SCALES_PLUS_ONE = {
     "models.qwen3_5.qwen3_5_layers.Qwen3_5LayerNorm": "scale",
 }
 
+# By module and class the weight, and how many positions of the output, from
+# the first one on, it is added to; None for all.
+_ADDED = {
+    "models.blip2.blip2_qformer.BLIP2QueryTokens": ("query_tokens", None),
+    "models.clip.clip_layers.CLIPVisionEmbedding": ("class_embedding", 1),
+    "models.metaclip_2.metaclip_2_layers.MetaCLIP2VisionEmbedding": (
+        "class_embedding",
+        1,
+    ),
+    "models.vit.vit_layers.ViTPatchingAndEmbedding": ("class_token", 1),
+    "models.vit_det.vit_layers.AddPositionalEmbedding": ("pos_embed", None),
+}
+
 
 def scale_rule(name: str, *, plus_one: bool = False):
     """The rule for y = x̂·w, or x̂·(1 + w), with w a vector of the last axis.
@@ -63,6 +79,25 @@ def scale_rule(name: str, *, plus_one: bool = False):
     return rule
 
 
+def added_rule(name: str, count: int | None):
+    """The rule for a weight that is added to positions of the output.
+
+    Sublayers run through their own rules.
+
+    Args:
+        name: the attribute that holds the weight.
+        count: how many positions there are, from the first one; None for all.
+    """
+
+    def rule(layer, *args, **kwargs):
+        weight = getattr(layer, name)
+        shape = tuple(weight.shape)
+        term = Small(weight, lambda g: tf.reshape(g[:, :count], [-1, *shape]))
+        return type(layer).call(layer, *args, **kwargs), [term]
+
+    return rule
+
+
 def position_embedding(layer, inputs, start_index=0, positions=None):
     """A table of which the first rows, or rows by number, are returned."""
     zeta = type(layer).call(layer, inputs, start_index, positions)
@@ -80,6 +115,8 @@ def _register():
         registry.register_name(root + name, scale_rule(weight))
     for name, weight in _SCALES_PLUS_ONE.items():
         registry.register_name(root + name, scale_rule(weight, plus_one=True))
+    for name, (weight, count) in _ADDED.items():
+        registry.register_name(root + name, added_rule(weight, count))
     registry.register_name(
         f"{root}layers.modeling.position_embedding.PositionEmbedding",
         position_embedding,
