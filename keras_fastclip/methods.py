@@ -182,17 +182,18 @@ def make_parts(uses: Sequence[Use], method: Method) -> list[Part]:
     return [Part(cluster, method) for cluster in clusters]
 
 
-def plan_parts(parts: Sequence[Part], batch: int, budget: int | None) -> None:
+def plan_parts(
+    parts: Sequence[Part], batch: int, budget: int | None, measured: bool
+) -> None:
     """Has parts follow what the planner chooses for them.
 
     Args:
         parts: what `make_parts` returned.
-        batch: the expected batch size.
-        budget: bytes, or None for the default.
+        batch, budget, measured: as for `planner.plan_here`.
     """
     planned = [part for part in parts if part.sizes() is not None]
     sizes = [part.sizes() for part in planned]
-    chosen = planner.plan_here(sizes, *numbers(parts), batch, budget)
+    chosen = planner.plan_here(sizes, *numbers(parts), batch, budget, measured)
     for part, choice in zip(planned, chosen, strict=True):
         part.follow(choice)
 

@@ -47,6 +47,10 @@ class Machine:
     stream: float
 
 
+# Two cores with AVX2.
+REFERENCE = Machine(large=6e10, batched=3e10, stream=1.4e10)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """What the choice for one kernel depends on.
@@ -136,6 +140,7 @@ def plan_here(
     activations: int,
     batch: int,
     budget: int | None,
+    measured: bool = True,
 ) -> list[Choice]:
     """A choice for each kernel, on this machine.
 
@@ -144,12 +149,15 @@ def plan_here(
         weights, activations: as for `default_budget`.
         batch: the expected batch size.
         budget: bytes, or None for the default.
+        measured: take the speeds of this machine, or else `REFERENCE`, with
+            which the plan is the same in every process.
     """
     if not kernels:
         return []
     if budget is None:
         budget = default_budget(weights, activations, batch)
-    return plan(kernels, batch, budget, this_machine())
+    machine = this_machine() if measured else REFERENCE
+    return plan(kernels, batch, budget, machine)
 
 
 def default_budget(weights: int, activations: int, batch: int) -> float:

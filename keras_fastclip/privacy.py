@@ -185,12 +185,15 @@ class Privacy:
         return float(self.expected_batch_size)
 
     def limits(self, batch_size: tf.Tensor | None = None) -> tuple:
-        """What `auto` plans for: the batch size, and bytes or None."""
+        """What `auto` plans by: the batch size, bytes or None, and whether
+        speeds are measured. With a seed, runs are to be the same everywhere.
+        """
         known = None
         if batch_size is not None:
             known = tf.get_static_value(batch_size)
         size = self.expected_batch_size or known or 32
-        return int(size), self.settings.memory_budget
+        measured = self.settings.seed is None
+        return int(size), self.settings.memory_budget, measured
 
     # -- the plan -----------------------------------------------------------
 
