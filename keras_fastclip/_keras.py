@@ -230,6 +230,20 @@ def attention_from_scores(layer: keras.Layer, scores, *args, **kwargs) -> Any:
         del held["_calculate_scores"]
 
 
+@contextlib.contextmanager
+def fused_directions_off(layer: keras.layers.Bidirectional):
+    """Has a Bidirectional layer call the two layers that it holds."""
+    held = vars(layer)
+    names = ("_can_attempt_fused_lstm", "_can_attempt_fused_gru")
+    for name in names:
+        held[name] = lambda *args, **kwargs: False
+    try:
+        yield
+    finally:
+        for name in names:
+            del held[name]
+
+
 def has_mask_argument(layer: keras.Layer) -> bool:
     """Whether the layer's `call` takes a mask."""
     return layer._call_has_mask_arg

@@ -342,3 +342,15 @@ def test_arguments_of_call():
     assert not _keras.has_mask_argument(layers.Dense(1))
     assert _keras.has_training_argument(layers.Dropout(0.1))
     assert not _keras.has_training_argument(layers.Flatten())
+
+
+def test_directions_are_not_fused():
+    layer = layers.Bidirectional(layers.LSTM(2))
+    x = tf.random.normal((3, 4, 5))
+    right = layer(x)
+    assert layer._can_attempt_fused_lstm(None)
+    assert not layer._can_attempt_fused_gru(None)
+    with _keras.fused_directions_off(layer):
+        assert not layer._can_attempt_fused_lstm(None)
+        np.testing.assert_array_equal(layer(x), right)
+    assert layer._can_attempt_fused_lstm(None)

@@ -119,3 +119,28 @@ def test_sequences_of_unknown_length(kind, float64):
         report = keras_fastclip.check_gradients(model, x, y)
         assert report.relative_error < 1e-9
         model.fit(x, y, batch_size=2, verbose=0)
+
+
+@pytest.mark.parametrize("kind", [layers.LSTM, layers.GRU])
+def test_bidirectional_layers_are_never_fused(kind, float64, monkeypatch):
+    """On GPUs Keras runs both directions in one operation."""
+
+    def fused(*args, **kwargs):
+        raise AssertionError("the two layers are not called")
+
+    inputs = keras.Input((4, 3))
+    layer = layers.Bidirectional(kind(2))
+    model = keras_fastclip.DPModel(
+        inputs,
+        layers.Dense(2)(layer(inputs)),
+        l2_norm_clip=0.5,
+        noise_multiplier=0.0,
+        strict=True,
+    )
+    model.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(5, 4, 3)), rng.normal(size=(5, 2))
+    model._privacy.plan(model, (x, y, None))
+    for name in ("_call_fused_lstm", "_call_fused_gru"):
+        monkeypatch.setattr(layers.Bidirectional, name, fused)
+    model.clipped_gradients(tf.constant(x), tf.constant(y))
