@@ -47,6 +47,12 @@ def holders_of(model: keras.Model, layer: keras.Layer) -> list[keras.Layer]:
     ]
 
 
+def described(layer: Any) -> str:
+    """A layer or operation, for messages."""
+    path = getattr(layer, "path", None) or layer.name
+    return f"Layer {path!r} ({type(layer).__name__})"
+
+
 def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
     """Weights that the layer itself holds and that are being trained.
 
@@ -200,10 +206,16 @@ def autocast(layer: keras.Layer):
         yield
 
 
+def is_quantized(layer: keras.Layer) -> bool:
+    """Whether Keras runs the layer through `quantized_call`, not `call`."""
+    return getattr(layer, "quantization_mode", None) is not None
+
+
 def up_to_activation(layer: keras.Layer, *args, **kwargs) -> Any:
     """What the layer computes before it applies its activation."""
-    quantized = getattr(layer, "quantization_mode", None) is not None
-    run = type(layer).quantized_call if quantized else type(layer).call
+    run = type(layer).call
+    if is_quantized(layer):
+        run = type(layer).quantized_call
     held = vars(layer)
     activation = held.get("activation")
     if activation is None:

@@ -55,8 +55,7 @@ class Unit:
     @property
     def call_name(self) -> str:
         """Keras runs quantized layers through another method."""
-        mode = getattr(self.layer, "quantization_mode", None)
-        return "call" if mode is None else "quantized_call"
+        return "quantized_call" if _keras.is_quantized(self.layer) else "call"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +170,13 @@ def find_units(
         adopted: by id of a layer whose calls cannot be captured, the layer
             around it whose calls account for its weights, by the fallback.
     """
-    units, inside, seen = [], set(), {}
-    for layer in _keras.layers_of(model):
+    units, inside, seen, children = [], set(), {}, {}
+    layers = _keras.layers_of(model)
+    for layer in layers:
+        if id(layer) in adopted:
+            holder = adopted[id(layer)]
+            children.setdefault(id(holder), []).append(layer)
+    for layer in layers:
         if id(layer) in inside or id(layer) in adopted:
             continue
         whole = isinstance(layer, OPAQUE) and rewrite_of(layer) is None
@@ -181,13 +185,12 @@ def find_units(
             inside.update(id(sublayer) for sublayer in below)
             variables = layer.trainable_variables
         else:
-            variables = _keras.own_trainable_variables(layer)
-            for child in _keras.layers_of(layer)[1:]:
-                if adopted.get(id(child)) is layer:
-                    own = _keras.own_trainable_variables(child)
-                    variables = [*variables, *own]
-        adopts = any(parent is layer for parent in adopted.values())
-        forced = adopts or id(layer) in opaque
+            variables = [
+                variable
+                for owner in [layer, *children.get(id(layer), [])]
+                for variable in _keras.own_trainable_variables(owner)
+            ]
+        forced = id(layer) in children or id(layer) in opaque
         rule = None if forced else registry.lookup(layer)
         if not variables:
             continue

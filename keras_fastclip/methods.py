@@ -191,10 +191,16 @@ def plan_parts(
         parts: what `make_parts` returned.
         batch, budget, measured: as for `planner.plan_here`.
     """
-    planned = [part for part in parts if part.sizes() is not None]
-    sizes = [part.sizes() for part in planned]
-    chosen = planner.plan_here(sizes, *numbers(parts), batch, budget, measured)
-    for part, choice in zip(planned, chosen, strict=True):
+    pairs = [(part, part.sizes()) for part in parts]
+    pairs = [(part, sizes) for part, sizes in pairs if sizes is not None]
+    chosen = planner.plan_here(
+        [sizes for _, sizes in pairs],
+        *numbers(parts),
+        batch,
+        budget,
+        measured,
+    )
+    for (part, _), choice in zip(pairs, chosen, strict=True):
         part.follow(choice)
 
 

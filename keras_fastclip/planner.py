@@ -13,11 +13,11 @@ kernel of d inputs and p outputs:
 Mixed ghost clipping (Bu et al., 2022) takes the way of least memory. In time,
 keeping costs nothing over plain training but for the speed of small products:
 on two cores without AVX-512, TensorFlow's products of one matrix for each
-example run at a third of the speed of one large product (64 examples, T = 100,
+example run at half the speed of one large product (64 examples, T = 100,
 d = 228, p = 512: 1.5 GFLOP in 22 ms against 10 ms). So the planner starts from
 least memory and spends what the budget allows where it saves the most time for
-each byte. Both speeds are measured once, in some 50 ms; with them given, the
-plan depends on nothing but sizes.
+each byte. Both speeds are measured once, in a quarter of a second; with them
+given, the plan depends on nothing but sizes.
 """
 
 import dataclasses

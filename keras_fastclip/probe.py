@@ -959,9 +959,7 @@ def _name(variable):
 
 
 def _described(layer):
-    if layer is None:
-        return "The model"
-    return f"Layer {layer.path or layer.name!r} ({type(layer).__name__})"
+    return "The model" if layer is None else _keras.described(layer)
 
 
 def _remedy(layer):

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from keras_fastclip import _keras, _validate
+from keras_fastclip._keras import described
 
 # What the layers mean by the same names.
 SHARED_CONFIG = (
@@ -121,7 +122,7 @@ def _replacement(layer, with_, groups):
     """The layer to take the place of a BatchNormalization."""
     if type(layer).call is not keras.layers.BatchNormalization.call:
         raise ValueError(
-            f"{_described(layer)} derives from BatchNormalization and has a "
+            f"{described(layer)} derives from BatchNormalization and has a "
             "`call` of its own, which a replacement would lose. Replace it by "
             "hand, or freeze it: layer.trainable = False."
         )
@@ -148,7 +149,7 @@ def _groups(layer, groups):
     if not layer.built:
         if groups is None:
             raise ValueError(
-                f"{_described(layer)} is not built, so the number of its "
+                f"{described(layer)} is not built, so the number of its "
                 "channels is not known, and no number of groups can be chosen. "
                 "Build the model first (model.build(input_shape), or a "
                 "keras.Input as its first layer), or pass `groups`."
@@ -168,7 +169,7 @@ def _groups(layer, groups):
     if groups not in divisors:
         known = ", ".join(map(str, divisors))
         raise ValueError(
-            f"{_described(layer)} has {channels} channels, which cannot be "
+            f"{described(layer)} has {channels} channels, which cannot be "
             f"normalized in groups={groups}. Possible here: {known}."
         )
     return groups
@@ -198,7 +199,7 @@ def _copy(model):
         _copy_state(original, twin)
     if len(model.weights) != len(copy.weights):
         raise ValueError(
-            f"{_described(model)} has layers that share weights in a way that "
+            f"{described(model)} has layers that share weights in a way that "
             "a copy made from its config does not. Replace BatchNormalization "
             "in its code by hand."
         )
@@ -233,7 +234,7 @@ def _copy_operation(operation: Any, copies: dict[int, Any]) -> Any:
             copy = type(operation).from_config(operation.get_config())
         except Exception as error:
             raise ValueError(
-                f"{_described(operation)} cannot be made again from its "
+                f"{described(operation)} cannot be made again from its "
                 "config. Define `get_config` (and `from_config`, if it holds "
                 "more than the arguments of `__init__`), and decorate classes "
                 "and functions of your own with "
@@ -252,7 +253,7 @@ def _copy_state(original, twin):
         twin.load_own_variables(weights)
     except Exception as error:
         raise ValueError(
-            f"{_described(original)}, made again from its config, does not "
+            f"{described(original)}, made again from its config, does not "
             "take the weights of the original. Let `__init__` and `build` "
             "make all of its weights, or replace BatchNormalization in its "
             f"code by hand. The error: {error}"
@@ -273,13 +274,8 @@ def _unlike_message(model, originals, twins):
         if below != [type(x) for x in _keras.layers_of(twin)]:
             culprit = original
     return (
-        f"{_described(culprit)}, made again from its config, does not have "
+        f"{described(culprit)}, made again from its config, does not have "
         "the layers of the original. Let `__init__` and `build` make all of "
         "its layers from what `get_config` returns, or replace "
         "BatchNormalization in its code by hand."
     )
-
-
-def _described(layer):
-    path = getattr(layer, "path", None) or layer.name
-    return f"Layer {path!r} ({type(layer).__name__})"

@@ -27,6 +27,7 @@ from keras_fastclip.registry.linear import (
     Linear,
     by_example,
     join_blocks,
+    times_transposed,
 )
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.terms import (
@@ -47,26 +48,21 @@ def convolution(layer, inputs):
         return _convolution_with_lora(layer, inputs)
     geometry = Geometry.of(layer, layer.groups)
     convolve = functools.partial(_convolve, geometry)
-    zeta = convolve(inputs, layer.kernel)
-    terms = [Convolution(layer.kernel, geometry, inputs, convolve)]
-    return _with_bias(layer, zeta, terms)
+    return _with_kernel(layer, inputs, geometry, convolve)
 
 
 @register(keras.layers.DepthwiseConv1D)
 @register(keras.layers.DepthwiseConv2D)
 def depthwise_convolution(layer, inputs):
     geometry = Geometry.of(layer, groups=layer.kernel.shape[-2])
-    convolve = _depthwise(layer)
-    zeta = convolve(inputs, layer.kernel)
-    terms = [Convolution(layer.kernel, geometry, inputs, convolve)]
-    return _with_bias(layer, zeta, terms)
+    return _with_kernel(layer, inputs, geometry, _depthwise(geometry))
 
 
 @register(keras.layers.SeparableConv1D)
 @register(keras.layers.SeparableConv2D)
 def separable_convolution(layer, inputs):
     geometry = Geometry.of(layer, groups=layer.depthwise_kernel.shape[-2])
-    depthwise = _depthwise(layer)
+    depthwise = _depthwise(geometry)
     middle = depthwise(inputs, layer.depthwise_kernel)
     pointwise = tf.convert_to_tensor(layer.pointwise_kernel)
     matrix = tf.squeeze(pointwise, list(range(layer.rank)))
@@ -77,7 +73,7 @@ def separable_convolution(layer, inputs):
         return positions(geometry.channels_last(tensor))
 
     def through_pointwise(g):
-        return lora.times_transposed(geometry.channels_last(g), matrix)
+        return times_transposed(geometry.channels_last(g), matrix)
 
     terms = [
         Convolution(
@@ -114,9 +110,9 @@ def transposed_convolution(layer, inputs):
             data_format=layer.data_format,
         )
 
-    zeta = convolve(inputs, layer.kernel)
-    terms = [TransposedConvolution(layer.kernel, geometry, inputs, convolve)]
-    return _with_bias(layer, zeta, terms)
+    return _with_kernel(
+        layer, inputs, geometry, convolve, TransposedConvolution
+    )
 
 
 def _convolution_with_lora(layer, inputs):
@@ -142,7 +138,7 @@ def _convolution_with_lora(layer, inputs):
         g = geometry.channels_last(g)
         blocks = tf.split(tf.cast(b, g.dtype), groups, -1)
         parts = zip(tf.split(g, groups, -1), blocks, strict=True)
-        products = [lora.times_transposed(part, block) for part, block in parts]
+        products = [times_transposed(part, block) for part, block in parts]
         return scale * tf.concat(products, -1)
 
     low = scale * by_group(convolve(inputs, a))
@@ -158,6 +154,14 @@ def _convolution_with_lora(layer, inputs):
         ),
     ]
     return _with_bias(layer, _convolve(geometry, inputs, layer.kernel), terms)
+
+
+def _with_kernel(layer, inputs, geometry, convolve, term=None):
+    """The rule of a layer with one kernel and perhaps a bias."""
+    zeta = convolve(inputs, layer.kernel)
+    term = term or Convolution
+    terms = [term(layer.kernel, geometry, inputs, convolve)]
+    return _with_bias(layer, zeta, terms)
 
 
 def _with_bias(layer, zeta, terms):
@@ -252,14 +256,13 @@ def _is_depthwise(geometry, kernel):
     )
 
 
-def _depthwise(layer):
-    """The depthwise convolution of a layer or geometry."""
+def _depthwise(geometry):
     return functools.partial(
         keras.ops.depthwise_conv,
-        strides=layer.strides,
-        padding=layer.padding,
-        dilation_rate=layer.dilation_rate,
-        data_format=layer.data_format,
+        strides=geometry.strides,
+        padding=geometry.padding,
+        dilation_rate=geometry.dilation_rate,
+        data_format=geometry.data_format,
     )
 
 

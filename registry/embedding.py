@@ -8,9 +8,14 @@ import tensorflow as tf
 from keras_fastclip import _keras
 from keras_fastclip.registry import lora
 from keras_fastclip.registry.dense import positions
-from keras_fastclip.registry.linear import Linear
+from keras_fastclip.registry.linear import Linear, times_transposed
 from keras_fastclip.registry.lookup import for_quantized, register
-from keras_fastclip.registry.terms import Term, at_least_float32, is_computed
+from keras_fastclip.registry.terms import (
+    Term,
+    at_least_float32,
+    is_computed,
+    itself,
+)
 
 
 @register(keras.layers.Embedding)
@@ -32,7 +37,7 @@ def embedding(layer, inputs):
             Lookup(
                 layer.lora_embeddings_a,
                 ids,
-                lambda g: scale * lora.times_transposed(g, b),
+                lambda g: scale * times_transposed(g, b),
             ),
             Linear(layer.lora_embeddings_b, low, positions),
         ]
@@ -40,7 +45,7 @@ def embedding(layer, inputs):
         terms = [Lookup(layer.embeddings, ids)]
     else:
         terms = []
-    return zeta, terms, _itself
+    return zeta, terms, itself
 
 
 @register(keras.layers.ReversibleEmbedding)
@@ -51,7 +56,7 @@ def reversible_embedding(layer, inputs, reverse=False):
         return embedding(layer, inputs)
     if layer.quantization_mode is not None:
         # Keras leaves LoRA out here, so no trained weight is used.
-        return _keras.up_to_activation(layer, inputs, reverse=True), [], _itself
+        return _keras.up_to_activation(layer, inputs, reverse=True), [], itself
     if is_computed(layer, "embeddings"):
         return NotImplemented
     if layer.reverse_dtype is not None:
@@ -66,7 +71,7 @@ def reversible_embedding(layer, inputs, reverse=False):
         terms = [Projection(layer.embeddings, x, positions)]
     if layer.tie_weights and layer.lora_enabled:
         a, b, scale = lora.factors(layer, dtype, "embeddings")
-        low = scale * lora.times_transposed(x, b)
+        low = scale * times_transposed(x, b)
         terms = [
             Projection(layer.lora_embeddings_a, low, positions),
             Projection(
@@ -130,7 +135,7 @@ class Lookup(Term):
         # compiled by XLA it takes some row, and lets their gradients go.
         self._known = (ids >= 0) & (ids < table.shape[0])
         self._ids = tf.where(self._known, ids, tf.zeros_like(ids))
-        self._canonical = canonical or _itself
+        self._canonical = canonical or itself
 
     def _cotangent(self, g):
         """The cotangent of the rows looked up; zero for unknown ids."""
@@ -207,7 +212,3 @@ def lookup_norm(ids: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     )
     squares = tf.reduce_sum(tf.square(sums), -1)
     return tf.reduce_sum(tf.reshape(squares, shape), 1)
-
-
-def _itself(tensor):
-    return tensor

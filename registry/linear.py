@@ -24,6 +24,7 @@ from keras_fastclip.registry.terms import (
     Rows,
     Term,
     at_least_float32,
+    itself,
     select_rows,
 )
 
@@ -50,7 +51,7 @@ class Linear(Term):
     ):
         self.variables = (kernel,)
         self._canonical = canonical
-        self._to_kernel = to_kernel or _itself
+        self._to_kernel = to_kernel or itself
         self.is_matrix = to_kernel is None
         if self.is_matrix:
             a = self._with_width(a)
@@ -145,7 +146,7 @@ class Later(Linear):
         self.variables = (kernel,)
         self._later = a
         self._canonical = canonical
-        self._to_kernel = to_kernel or _itself
+        self._to_kernel = to_kernel or itself
         self.is_matrix = to_kernel is None
         self._positions = positions
         self._blocks = blocks
@@ -186,25 +187,37 @@ def join_blocks(matrices: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     return tf.reshape(matrices, tf.concat([leading, shape], 0))
 
 
-def _itself(matrix):
-    return matrix
+def times_transposed(g: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
+    """g·Mᵀ along the last axis, in the type of g."""
+    return tf.matmul(g, tf.cast(matrix, g.dtype), transpose_b=True)
 
 
 def ghost_norm(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     """⟨aaᵀ, ggᵀ⟩ of each example, rounded up."""
     if a.shape[-2] == 1:
-        return _sum_but_first(tf.square(magnitudes(a, g)))
-    gram_a, gram_g = _gram(a), _gram(g)
-    norms = _sum_but_first(gram_a * gram_g)
-    squares_a = tf.linalg.diag_part(gram_a) + _lost(a)
-    squares_g = tf.linalg.diag_part(gram_g) + _lost(g)
-    sizes = tf.reduce_sum(tf.sqrt(squares_a * squares_g), -1)
-    norms += _sum_but_first(_lost_in_product(squares_a, squares_g, a, g))
+        # |a|²·|g|²: nothing cancels.
+        squares = _with_lost(tf.reduce_sum(a * a, -1), a)
+        squares *= _with_lost(tf.reduce_sum(g * g, -1), g)
+        return _sum_but_first(squares)
+    norms, sizes = gram_product(a, g)
     return rounded_up(
-        norms,
+        _sum_but_first(norms),
         _sum_but_first(tf.square(sizes)),
         a.shape[-1] + g.shape[-1],
     )
+
+
+def gram_product(a: tf.Tensor, g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """⟨aaᵀ, ggᵀ⟩ before rounding up, and Σ|aₜ||gₜ|, of each example.
+
+    Kernels of several blocks have both for each block.
+    """
+    gram_a, gram_g = _gram(a), _gram(g)
+    squares_a = _with_lost(tf.linalg.diag_part(gram_a), a)
+    squares_g = _with_lost(tf.linalg.diag_part(gram_g), g)
+    sizes = tf.reduce_sum(tf.sqrt(squares_a * squares_g), -1)
+    norms = tf.reduce_sum(tf.reduce_sum(gram_a * gram_g, -1), -1)
+    return norms + _lost_in_product(squares_a, squares_g, a, g), sizes
 
 
 def _gram(tensor):
@@ -221,28 +234,17 @@ def _lost(tensor):
     return tensor.shape[-1] * least
 
 
+def _with_lost(squares, tensor):
+    """Squared lengths of vectors, not below their true values."""
+    return squares + _lost(tensor)
+
+
 def _lost_in_product(squares_a, squares_g, a, g):
     """The most that ⟨aaᵀ, ggᵀ⟩ loses so: |aₛ·aₜ| is at most Σ|aₜ|²."""
     count = tf.cast(tf.shape(squares_a)[-1], a.dtype)
     lost_a = _lost(a) * tf.reduce_sum(squares_g, -1)
     lost_g = _lost(g) * tf.reduce_sum(squares_a, -1)
     return count * (lost_a + lost_g)
-
-
-def gram_product(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
-    """⟨aaᵀ, ggᵀ⟩ of each example, before rounding up."""
-    gram_a, gram_g = _gram(a), _gram(g)
-    squares_a = tf.linalg.diag_part(gram_a) + _lost(a)
-    squares_g = tf.linalg.diag_part(gram_g) + _lost(g)
-    lost = _lost_in_product(squares_a, squares_g, a, g)
-    return _sum_but_first(gram_a * gram_g) + _sum_but_first(lost)
-
-
-def magnitudes(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
-    """|aₜ||gₜ| of each position."""
-    squares_a = tf.reduce_sum(a * a, -1) + _lost(a)
-    squares_g = tf.reduce_sum(g * g, -1) + _lost(g)
-    return tf.sqrt(squares_a * squares_g)
 
 
 def rounded_up(norms: tf.Tensor, largest: tf.Tensor, width: int) -> tf.Tensor:

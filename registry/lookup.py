@@ -5,6 +5,8 @@ from typing import Any
 
 import keras
 
+from keras_fastclip import _keras
+
 
 class LayerRegistry:
     """Maps layer classes to rules.
@@ -69,7 +71,7 @@ class LayerRegistry:
             rule = self._rules.get(base) or self._named.get(_full_name(base))
             if rule is not None:
                 same = type(layer).call is base.call
-                known = not _is_quantized(layer) or serves_quantized(rule)
+                known = not _keras.is_quantized(layer) or serves_quantized(rule)
                 return rule if same and known else None
         return self._parent.lookup(layer) if self._parent else None
 
@@ -103,10 +105,6 @@ def for_quantized(rule: Callable) -> Callable:
 
 def serves_quantized(rule: Callable) -> bool:
     return getattr(rule, "for_quantized", False)
-
-
-def _is_quantized(layer):
-    return getattr(layer, "quantization_mode", None) is not None
 
 
 _default = LayerRegistry()

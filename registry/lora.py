@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from keras_fastclip.registry.linear import Linear
+from keras_fastclip.registry.linear import Linear, times_transposed
 
 
 def factors(
@@ -45,8 +45,3 @@ def terms(
         ),
         Linear(layer.lora_kernel_b, scale * tf.matmul(a, first), canonical),
     ]
-
-
-def times_transposed(g: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
-    """g·Mᵀ along the last axis, in the type of g."""
-    return tf.matmul(g, tf.cast(matrix, g.dtype), transpose_b=True)

@@ -21,7 +21,7 @@ from keras_fastclip import _keras
 from keras_fastclip.registry.dense import bias
 from keras_fastclip.registry.linear import Later, Stacked, join_blocks
 from keras_fastclip.registry.lookup import register
-from keras_fastclip.registry.terms import Small
+from keras_fastclip.registry.terms import Small, itself
 
 _LAYERS = (
     keras.layers.RNN,
@@ -127,7 +127,7 @@ class _Cell:
             stacked = Stacked(
                 kernels,
                 lambda: tf.concat([x, self.hidden(loop)], -1),
-                _itself,
+                itself,
                 positions=length,
             )
             return [stacked, *terms]
@@ -145,7 +145,7 @@ class _Cell:
             )
 
         return [
-            term(cell.kernel, lambda: x, isinstance(self.masks, list), _itself),
+            term(cell.kernel, lambda: x, isinstance(self.masks, list), itself),
             term(
                 cell.recurrent_kernel,
                 lambda: self.hidden(loop),
@@ -589,7 +589,3 @@ def _times(sequences, kernel):
     shape = tf.concat([tf.shape(sequences)[:2], [kernel.shape[1]]], 0)
     product = tf.reshape(tf.matmul(flat, kernel), shape)
     return tf.ensure_shape(product, [*sequences.shape[:2], kernel.shape[1]])
-
-
-def _itself(g):
-    return g

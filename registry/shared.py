@@ -22,7 +22,6 @@ from keras_fastclip.registry.linear import (
     Linear,
     ghost_norm,
     gram_product,
-    magnitudes,
     rounded_up,
 )
 
@@ -47,9 +46,8 @@ def omega(uses: Sequence[Any]) -> tf.Tensor | None:
     (a, g), (ids, u) = kernel, lookup
     at_ids = tf.gather(a, ids, axis=2, batch_dims=1)
     cross = at_ids * tf.matmul(g, u, transpose_b=True)
-    total = gram_product(a, g) + lookup_norm(ids, u)
-    total += 2 * tf.reduce_sum(cross, [1, 2])
-    largest = tf.reduce_sum(magnitudes(a, g), 1)
+    total, largest = gram_product(a, g)
+    total += lookup_norm(ids, u) + 2 * tf.reduce_sum(cross, [1, 2])
     largest += tf.reduce_sum(tf.norm(u, axis=-1), 1)
     return rounded_up(total, tf.square(largest), a.shape[-1] + u.shape[-1])
 

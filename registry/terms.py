@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_fastclip import _keras
 from keras_fastclip.planner import Sizes
 
 
@@ -150,6 +151,11 @@ class Small(Term):
         return (tf.reduce_sum(rows.fold(per_row), 1),)
 
 
+def itself(tensor: tf.Tensor) -> tf.Tensor:
+    """For places that take a function and need none."""
+    return tensor
+
+
 def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
     """Norms are never taken in half precision."""
     if tensor.dtype in (tf.float16, tf.bfloat16):
@@ -193,5 +199,5 @@ def is_computed(layer: keras.Layer, name: str) -> bool:
     Keras itself does so for LoRA and for quantized weights, which the rules
     know of.
     """
-    known = layer.lora_enabled or layer.quantization_mode is not None
+    known = layer.lora_enabled or _keras.is_quantized(layer)
     return not known and not isinstance(getattr(layer, name), keras.Variable)

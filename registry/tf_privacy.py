@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from keras_fastclip.registry.terms import itself
+
 
 def from_tf_privacy(function: Callable) -> Callable:
     """Turns a registry function of TensorFlow Privacy into a rule.
@@ -55,10 +57,6 @@ def from_tf_privacy(function: Callable) -> Callable:
         def omega(g):
             return squared_norms(tape.gradient(outputs, base, g))
 
-        return outputs, omega, _itself
+        return outputs, omega, itself
 
     return rule
-
-
-def _itself(outputs):
-    return outputs

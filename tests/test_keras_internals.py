@@ -354,3 +354,13 @@ def test_directions_are_not_fused():
         assert not layer._can_attempt_fused_lstm(None)
         np.testing.assert_array_equal(layer(x), right)
     assert layer._can_attempt_fused_lstm(None)
+
+
+def test_quantized_layers_are_told():
+    layer = layers.Dense(2, name="mine")
+    layer.build((None, 2))
+    assert not _keras.is_quantized(layer)
+    layer.quantize("int8")
+    assert _keras.is_quantized(layer)
+    assert not _keras.is_quantized(layers.Flatten())
+    assert _keras.described(layer) == "Layer 'mine' (Dense)"
