@@ -18,7 +18,6 @@ import keras
 import tensorflow as tf
 
 from keras_fastclip import _keras
-from keras_fastclip.planner import Sizes
 from keras_fastclip.registry.fallback import (
     OPAQUE,
     LayerLocal,
@@ -84,15 +83,11 @@ class Facts:
         rule: "closed form", "own" for a user's, or "fallback".
         calls: how often it is called in a forward pass.
         sizes: T, d and p of its largest term; None where there are none.
-        has_ghost: whether that term has a ghost norm.
-        prefers_ghost: whether the ghost norm takes less memory.
     """
 
     rule: str
     calls: int
     sizes: tuple[int | None, int | None, int | None] = (None, None, None)
-    has_ghost: bool = False
-    prefers_ghost: bool = False
 
 
 Rewrites = tuple[tuple[keras.Layer, Callable], ...]
@@ -109,7 +104,7 @@ class Plan:
         reached: the calls that the losses depend on; None while the probe is
             finding out.
         facts: the units that are called, with facts about them.
-        kernels: by path of the layer, the sizes of kernels that `auto` plans.
+        traits: what the ways to serve the weights depend on, by part.
         numbers: of weights, and of activations of an example.
     """
 
@@ -118,7 +113,7 @@ class Plan:
     layouts: dict[tuple[str, int], Layout]
     reached: frozenset[tuple[str, int]] | None
     facts: tuple[tuple[Unit, Facts], ...] = ()
-    kernels: tuple[tuple[str, Sizes], ...] = ()
+    traits: tuple[Any, ...] = ()
     numbers: tuple[int, int] = (0, 0)
 
 
@@ -279,15 +274,25 @@ class Recording:
     ```python
     with Recording(plan, batch_size) as recording:
         losses = per_example_losses(model(x, training=True), y)
-    uses = recording.backward(losses)
+    uses, _ = recording.backward(losses)
     ```
+
+    Args:
+        plan: what the probe found out.
+        batch_size: the number of examples.
+        twice: whether there will be a second backward pass, to the weights.
+            Only then are they on the tape, and only then do their gradients
+            come to be.
     """
 
-    def __init__(self, plan: Plan, batch_size: tf.Tensor):
+    def __init__(self, plan: Plan, batch_size: tf.Tensor, twice: bool = False):
         self.calls: list[Call] = []
         self._plan = plan
         self._batch_size = batch_size
-        self._tape = tf.GradientTape(watch_accessed_variables=False)
+        self._twice = twice
+        self._tape = tf.GradientTape(
+            persistent=twice, watch_accessed_variables=False
+        )
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Recording":
@@ -296,6 +301,9 @@ class Recording:
             intercept(plan.units, self._on_call, plan.rewrites)
         )
         self._stack.enter_context(self._tape)
+        if self._twice:
+            weights = [v for unit in plan.units for v in unit.variables]
+            self._tape.watch([_keras.raw(v) for v in weights])
         return self
 
     def __exit__(self, *exception):
@@ -359,6 +367,17 @@ class Recording:
             )
         return uses, reached
 
+    def backward_again(
+        self, losses: tf.Tensor, factors: tf.Tensor, weights: list
+    ) -> list[tf.Tensor]:
+        """The gradients of Σᵢ cᵢ·lossᵢ by weights that it depends on."""
+        found = self._tape.gradient(
+            losses,
+            [_keras.raw(weight) for weight in weights],
+            output_gradients=tf.cast(factors, losses.dtype),
+        )
+        return [tf.convert_to_tensor(gradient) for gradient in found]
+
 
 def facts_of(calls: list[Call]) -> tuple[tuple[Unit, Facts], ...]:
     """Facts about the layers that made some calls, in order of the calls."""
@@ -378,13 +397,7 @@ def _facts(calls):
     if not terms:
         return Facts("closed form", len(calls))
     largest = max(terms, key=lambda term: math.prod(term.variables[0].shape))
-    return Facts(
-        "closed form",
-        len(calls),
-        largest.sizes(first.rows),
-        largest.has_omega,
-        largest.prefers_omega(first.rows),
-    )
+    return Facts("closed form", len(calls), largest.sizes(first.rows))
 
 
 def captured(

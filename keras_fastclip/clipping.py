@@ -10,7 +10,7 @@ Formal guarantee: for every example, the norm of factor · gradient is at most
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -159,7 +159,7 @@ class PerLayerClipping(Clipping):
                 )
             return list(range(len(paths)))
         keys = list(self.norms)
-        found = [_matching(keys, path) for path in paths]
+        found = [matching(keys, path) for path in paths]
         missing = [
             p for p, key in zip(paths, found, strict=True) if key is None
         ]
@@ -220,7 +220,8 @@ def _at_most(limits, squared_norms):
     return limits * tf.math.rsqrt(tf.maximum(squared_norms, limits**2))
 
 
-def _matching(keys, path):
+def matching(keys: Iterable[str], path: str) -> str | None:
+    """The key that names a layer, by its path or its own name."""
     for key in keys:
         if path == key or path.rsplit("/", 1)[-1] == key:
             return key

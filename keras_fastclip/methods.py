@@ -1,35 +1,47 @@
-"""The methods of the papers, as a choice of how norms and sums are taken.
+"""The methods of the papers: how norms and clipped sums are taken.
 
-| method        | norm                     | clipped sum                      |
-|---------------|--------------------------|----------------------------------|
-| `bk`          | ghost wherever it exists | 𝒜*(c·g) from the kept cotangents |
-| `bk_mixghost` | ghost where 2T² < pd     | 𝒜*(c·g) from the kept cotangents |
-| `bk_mixopt`   | ghost where 2T² < pd     | from instantiated gradients where |
-|               |                          | there are any, else as above      |
-| `auto`        | what takes the least time within a memory budget, by kernel; |
-|               | see `planner.py`                                             |
-| `naive`       | a loop over the examples | the sum of the loop's gradients  |
+| method         | norm                 | clipped sum                          |
+|----------------|----------------------|--------------------------------------|
+| `naive`        | of a loop's gradients | the loop's gradients, summed        |
+| `opacus`       | of built gradients   | of the built gradients, kept         |
+| `fastgradclip` | of built gradients   | a second backward pass               |
+| `ghost`        | ghost                | a second backward pass               |
+| `mixed_ghost`  | ghost where 2T² < pd | a second backward pass               |
+| `bk`           | ghost                | 𝒜*(c·g) from the kept cotangents     |
+| `bk_mixghost`  | ghost where 2T² < pd | 𝒜*(c·g) from the kept cotangents     |
+| `bk_mixopt`    | ghost where 2T² < pd | of built gradients, where there are  |
+|                |                      | any, else 𝒜*(c·g)                    |
+| `auto`         | what takes the least time within a memory budget, by kernel |
+|                | and by machine; see `planner.py`                            |
 
-All give the same clipped sum, to rounding. `bk` is book-keeping (Bu et al.,
-2023): one backward pass to the ζ's, whose cotangents serve both the norms and
-the sum.
+All give the same clipped sum, to rounding. `opacus` is what Opacus does,
+`fastgradclip` is Lee & Kifer (2021), `ghost` Li et al. (2022), `mixed_ghost`
+Bu, Mao & Xu (2022). Book-keeping, `bk`, is Bu et al. (2023): one backward pass
+to the ζ's, whose cotangents serve both the norms and the sum.
+
+The second backward pass is that of Σᵢ cᵢ·lossᵢ by the weights, on the record
+of the same forward pass, so with the same random numbers. Two things are left
+to 𝒜*(c·g) there: batches with an example whose gradient is not finite, which
+would spoil the sum even with a factor of zero, and weights of layers that
+compute in half precision, in which long sums are not precise enough.
+
+Where a part of the weights has no ghost norm (the fallback for layers without
+a rule), its gradients are built; and the gradient of an embedding is the rows
+that an example touches, never a table for each example.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
-from keras_fastclip import planner
-from keras_fastclip.capture import Plan, Use
-from keras_fastclip.clipping import Clipping
-from keras_fastclip.registry import shared
-from keras_fastclip.registry.terms import (
-    at_least_float32,
-    select_rows,
-    squared_norm,
-)
+from keras_fastclip import planner, timing
+from keras_fastclip.capture import Plan
+from keras_fastclip.clipping import Clipping, matching
+from keras_fastclip.parts import Part, Traits, widest
+from keras_fastclip.planner import Choice, Item, Way
+from keras_fastclip.registry.linear import Kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,171 +49,140 @@ class Method:
     """A row of the grid.
 
     Attributes:
-        ghost_everywhere: take the ghost norm even where building the
-            gradients would take less memory.
-        keep: reuse gradients that were built for their norms.
-        planned: leave both to the planner, for kernels that are matrices.
+        norm: "ghost", "build", "mixed" for ghost where that takes less memory,
+            or "loop" over the examples.
+        gradient: "adjoint", "keep" for gradients that were built for their
+            norms, or "second" for a second backward pass.
+        planned: both are left to the planner, where there is a choice.
     """
 
-    ghost_everywhere: bool = False
-    keep: bool = True
+    norm: str
+    gradient: str
     planned: bool = False
 
+    @property
+    def twice(self) -> bool:
+        """Whether there is a second backward pass."""
+        return self.gradient == "second"
 
-METHODS: dict[str, Method | None] = {
-    "auto": Method(planned=True),
-    "bk": Method(ghost_everywhere=True, keep=False),
-    "bk_mixghost": Method(keep=False),
-    "bk_mixopt": Method(),
-    "naive": None,
+    def way(self, traits: Traits) -> Way:
+        """How a part is served, but for what is planned."""
+        ghost = self.norm == "ghost" or traits.is_table
+        if self.norm == "mixed" and traits.prefers_ghost:
+            ghost = True
+        if ghost and traits.has_ghost:
+            return Way("ghost")
+        return Way("build", keep=self.gradient == "keep")
+
+
+METHODS = {
+    "auto": Method("mixed", "keep", planned=True),
+    "naive": Method("loop", "keep"),
+    "opacus": Method("build", "keep"),
+    "fastgradclip": Method("build", "second"),
+    "ghost": Method("ghost", "second"),
+    "mixed_ghost": Method("mixed", "second"),
+    "bk": Method("ghost", "adjoint"),
+    "bk_mixghost": Method("mixed", "adjoint"),
+    "bk_mixopt": Method("mixed", "keep"),
 }
 
 
-class Part:
-    """Weights whose gradients must be put together before their norm.
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a plan depends on beside the kernels.
 
-    Usually the weights of one term of one call. A weight that is used several
-    times (a layer called twice, an embedding tied to the output projection)
-    joins all its terms in one part, since the gradient of an example is the
-    sum over the uses, and the norm of a sum is not the sum of the norms.
+    Attributes:
+        batch: the expected batch size.
+        budget: bytes, or None for the default.
+        measured: take the speeds of this machine, or else fixed ones, with
+            which the plan is the same in every process.
+        jit_compile: whether the step is compiled by XLA.
+        ways: by name or path of a layer, the way that a user chose.
     """
 
-    def __init__(self, uses: list[Use], method: Method):
-        self.uses = uses
-        self.variables = list(
-            {id(v): v for use in uses for v in use.term.variables}.values()
-        )
-        self._ghost = _takes_ghost(uses, method)
-        self._has_adjoint = all(use.term.has_adjoint_for(use.g) for use in uses)
-        self._keep = method.keep or not self._has_adjoint
-        self._built: list[tf.Tensor] | None = None
+    batch: int
+    budget: int | None = None
+    measured: bool = True
+    jit_compile: bool = False
+    ways: Mapping[str, str] | None = None
 
-    @property
-    def path(self) -> str:
-        """Of the layer whose share of the clip norm counts."""
-        return self.uses[0].unit.path
-
-    def sizes(self) -> planner.Sizes | None:
-        """What the planner needs to know; None where there is no choice."""
-        found = [use.term.plan_sizes(use.rows) for use in self.uses]
-        joined = len(self.uses) == 1 or shared.can_join(self.uses)
-        if None in found or not joined or not self._has_adjoint:
-            return None
-        positions = sum(sizes.positions for sizes in found)
-        return dataclasses.replace(found[0], positions=positions)
-
-    def follow(self, choice: planner.Choice) -> None:
-        self._ghost, self._keep = choice.ghost, choice.keep
-
-    def squared_norms(self) -> tf.Tensor:
-        """Ω, shape (batch,)."""
-        if self._ghost:
-            norms = _ghost_norms(self.uses)
-            if norms is not None:
-                return norms
-        built = self._build()
-        if self._keep:
-            self._built = built
-        return tf.add_n(widest([squared_norm(b) for b in built]))
-
-    def _build(self):
-        """The gradient of every example for each of the variables."""
-        total = {id(v): 0.0 for v in self.variables}
-        for use in self.uses:
-            built = use.term.per_example(use.g, use.rows)
-            for variable, gradient in zip(
-                use.term.variables, built, strict=True
-            ):
-                gradient = at_least_float32(gradient)
-                total[id(variable)] += tf.reshape(
-                    gradient, [-1, *variable.shape]
-                )
-        return list(total.values())
-
-    def weighted_sum(self, factors: tf.Tensor) -> list[tf.Tensor]:
-        """𝒜*(c·g) for each of the variables, with c of shape (batch,)."""
-        keep = factors != 0
-        if self._built is None and not self._has_adjoint:
-            self._built = self._build()
-        if self._built is not None:
-            return [
-                tf.tensordot(tf.cast(factors, b.dtype), select_rows(keep, b), 1)
-                for b in self._built
-            ]
-        total = {id(v): 0.0 for v in self.variables}
-        for use in self.uses:
-            g = _scaled(use.g, use.rows.spread(factors))
-            sums = use.term.adjoint(g, use.rows.spread(keep))
-            for variable, part in zip(use.term.variables, sums, strict=True):
-                part = at_least_float32(part)
-                total[id(variable)] += tf.reshape(part, variable.shape)
-        return list(total.values())
+    def clock(self, kernel: Kernel, way: Way) -> float:
+        """Seconds for an example."""
+        if not self.measured:
+            return planner.reference_clock(kernel, way)
+        return timing.clock(kernel, way, self.jit_compile)
 
 
-def _takes_ghost(uses, method):
-    if not all(use.term.has_omega for use in uses):
-        return False
-    if len(uses) > 1:
-        return method.ghost_everywhere or shared.prefers_omega(uses)
-    (use,) = uses
-    return method.ghost_everywhere or use.term.prefers_omega(use.rows)
-
-
-def _ghost_norms(uses):
-    if len(uses) > 1:
-        return shared.omega(uses)
-    (use,) = uses
-    return use.term.omega(use.g, use.rows)
-
-
-def _scaled(g, factors):
-    """c·g, and zero where c is zero, whatever g holds there."""
-    g = at_least_float32(g)
-    shape = [-1] + [1] * (g.shape.rank - 1)
-    factors = tf.reshape(tf.cast(factors, g.dtype), shape)
-    return tf.math.multiply_no_nan(g, factors)
-
-
-def widest(norms: list[tf.Tensor]) -> list[tf.Tensor]:
-    """The tensors in the widest of their types."""
-    wide = any(norm.dtype == tf.float64 for norm in norms)
-    return [tf.cast(n, tf.float64 if wide else tf.float32) for n in norms]
-
-
-def make_parts(uses: Sequence[Use], method: Method) -> list[Part]:
-    """Joins uses that share a weight."""
-    clusters: list[list[Use]] = []
-    for use in uses:
-        mine = {id(v) for v in use.term.variables}
-        joined, others = [], []
-        for cluster in clusters:
-            held = {id(v) for other in cluster for v in other.term.variables}
-            (joined if held & mine else others).append(cluster)
-        merged = [other for cluster in joined for other in cluster] + [use]
-        clusters = [*others, merged]
-    return [Part(cluster, method) for cluster in clusters]
-
-
-def plan_parts(
-    parts: Sequence[Part], batch: int, budget: int | None, measured: bool
-) -> None:
-    """Has parts follow what the planner chooses for them.
+def choose(
+    traits: Sequence[Traits],
+    numbers: tuple[int, int],
+    method: Method,
+    limits: Limits,
+) -> list[Choice]:
+    """How each part is served, and what that costs.
 
     Args:
-        parts: what `make_parts` returned.
-        batch, budget, measured: as for `planner.plan_here`.
+        traits: of the parts.
+        numbers: as for `planner.default_budget`.
+        method: the row of the grid.
+        limits: for the planner.
     """
-    pairs = [(part, part.sizes()) for part in parts]
-    pairs = [(part, sizes) for part, sizes in pairs if sizes is not None]
-    chosen = planner.plan_here(
-        [sizes for _, sizes in pairs],
-        *numbers(parts),
-        batch,
-        budget,
-        measured,
-    )
-    for (part, _), choice in zip(pairs, chosen, strict=True):
-        part.follow(choice)
+    chosen = [_unplanned(part, method.way(part), limits) for part in traits]
+    if not method.planned:
+        return chosen
+    places = [i for i, part in enumerate(traits) if part.item is not None]
+    items = with_ways([traits[i].item for i in places], limits.ways)
+    budget = limits.budget
+    if budget is None:
+        budget = planner.default_budget(items, *numbers, limits.batch)
+    planned = planner.plan(items, limits.batch, budget, limits.clock)
+    for i, choice in zip(places, planned, strict=True):
+        chosen[i] = choice
+    return chosen
+
+
+def _unplanned(part, way, limits):
+    if part.item is not None:
+        return planner.cost(part.item, way, limits.batch)
+    built = 0 if way.ghost else 4 * limits.batch * part.weights
+    return Choice(way, built, 0) if way.keep else Choice(way, 0, built)
+
+
+def with_ways(
+    items: Sequence[Item], ways: Mapping[str, str] | None
+) -> list[Item]:
+    """The items, with the ways that a user chose for some of the layers."""
+    found, used = [], set()
+    for item in items:
+        name = matching(ways or (), item.path)
+        if name is None:
+            found.append(item)
+            continue
+        used.add(name)
+        way = Way.parse(ways[name])
+        if way not in item.all_ways():
+            known = ", ".join(map(str, item.all_ways()))
+            raise ValueError(
+                f"ways[{name!r}] is {ways[name]!r}; the layer {item.path!r} "
+                f"can be served by {known}."
+            )
+        found.append(dataclasses.replace(item, only=way))
+    unused = set(ways or ()) - used
+    if unused:
+        raise ValueError(
+            f"`ways` names {sorted(unused)}, but the layers that leave a "
+            f"choice are {sorted({item.path for item in items})}."
+        )
+    return found
+
+
+def set_ways(parts: Sequence[Part], method: Method, limits: Limits) -> None:
+    """Has the parts follow what is chosen for them."""
+    traits = [part.traits for part in parts]
+    chosen = choose(traits, numbers(parts), method, limits)
+    for part, choice in zip(parts, chosen, strict=True):
+        part.way = choice.way
 
 
 def numbers(parts: Sequence[Part]) -> tuple[int, int]:
@@ -210,7 +191,7 @@ def numbers(parts: Sequence[Part]) -> tuple[int, int]:
     activations = {}
     for part in parts:
         for use in part.uses:
-            for g in use.g if isinstance(use.g, list) else [use.g]:
+            for g in tf.nest.flatten(use.g):
                 sizes = [n or 1 for n in g.shape[1:]]
                 each = math.prod(sizes) * use.rows.per_example
                 activations[id(g)] = each
@@ -228,12 +209,16 @@ def groups_of_weights(plan: Plan, clipping: Clipping) -> dict[int, int]:
     return found
 
 
+Backward = Callable[[tf.Tensor, list], list[tf.Tensor]]
+
+
 def clipped_sums(
     parts: Sequence[Part],
     clipping: Clipping,
     paths: Sequence[str],
     batch_size: tf.Tensor,
     real: tf.Tensor | None = None,
+    backward: Backward | None = None,
 ) -> tuple[dict[int, tf.Tensor], tf.Tensor, tf.Tensor]:
     """Norms, factors and the clipped sum.
 
@@ -243,6 +228,8 @@ def clipped_sums(
         paths: of all weight-owning layers of the model.
         batch_size: the number of rows of the batch.
         real: (batch,), false for rows that only fill up the batch.
+        backward: the second backward pass, for methods that have one: maps
+            factors (batch,) and weights to the gradients of Σᵢ cᵢ·lossᵢ.
 
     Returns:
         The sums by id of the variable, the squared norms (groups, batch), and
@@ -261,8 +248,32 @@ def clipped_sums(
     if real is not None:
         factors = tf.where(real, factors, tf.zeros_like(factors))
     sums = {}
-    for part in parts:
-        weighted = part.weighted_sum(factors[groups[part.path]])
-        for variable, total in zip(part.variables, weighted, strict=True):
-            sums[id(variable)] = total
+    for group in range(count):
+        own = [part for part in parts if groups[part.path] == group]
+        finite = tf.reduce_all(tf.math.is_finite(squared))
+        sums |= _weighted_sums(own, factors[group], finite, backward)
     return sums, squared, factors
+
+
+def _weighted_sums(parts, factors, finite, backward):
+    """By id of the variable, for parts that share their factors."""
+    twice = [p for p in parts if backward is not None and not p.is_half]
+    sums = {}
+    for part in parts:
+        if part not in twice:
+            sums |= part.weighted_sum(factors)
+    if not twice:
+        return sums
+    variables = [variable for part in twice for variable in part.variables]
+    second = backward(factors, variables)
+
+    def again():
+        """0·inf is NaN, so one bad example would spoil the whole sum."""
+        found = {}
+        for part in twice:
+            found |= part.weighted_sum(factors)
+        pairs = zip(variables, second, strict=True)
+        return [tf.cast(found[id(v)], total.dtype) for v, total in pairs]
+
+    chosen = tf.cond(finite, lambda: second, again)
+    return sums | dict(zip(map(id, variables), chosen, strict=True))

@@ -26,6 +26,7 @@ from keras_fastclip import (
     training_log,
 )
 from keras_fastclip.capture import Recording
+from keras_fastclip.parts import make_parts
 from keras_fastclip.privacy import Privacy, Settings, require_trainable
 
 
@@ -61,24 +62,28 @@ def clip(
         training: the phase in which the layers run.
     """
     privacy, (x, y, sample_weight) = model._privacy, batch
-    plan = privacy.plan(model, batch)
-    if privacy.method is None:
+    plan, method = privacy.plan(model, batch), privacy.method
+    if method.norm == "loop":
         return Clipped(
             *naive.clip(model, batch, plan, privacy.clipping, real, training)
         )
     batch_size = tf.shape(losses.first_tensor(x))[0]
-    with Recording(plan, batch_size) as recording:
+    with Recording(plan, batch_size, method.twice) as recording:
         y_pred = _keras.call_model(model, x, training)
         example_losses = losses.per_example_losses(
             model, x, y, y_pred, sample_weight, real
         )
     uses, _ = recording.backward(example_losses)
-    parts = methods.make_parts(uses, privacy.method)
-    if privacy.method.planned:
-        methods.plan_parts(parts, *privacy.limits(batch_size))
-    paths = [unit.path for unit in plan.units]
+    parts = make_parts(uses)
+    methods.set_ways(parts, method, privacy.limits(model, batch_size))
+    again = functools.partial(recording.backward_again, example_losses)
     clipped = methods.clipped_sums(
-        parts, privacy.clipping, paths, batch_size, real
+        parts,
+        privacy.clipping,
+        [unit.path for unit in plan.units],
+        batch_size,
+        real,
+        again if method.twice else None,
     )
     return Clipped(*clipped, y_pred, example_losses)
 
@@ -362,6 +367,7 @@ class _PrivateModel(PrivateTraining):
         strict=False,
         seed=None,
         memory_budget=None,
+        ways=None,
         **kwargs,
     ):
         settings = Settings(
@@ -374,6 +380,7 @@ class _PrivateModel(PrivateTraining):
             strict=strict,
             seed=seed,
             memory_budget=memory_budget,
+            ways=ways,
         )
         self._init_plain(*args, **kwargs)
         self._privacy = Privacy(settings)

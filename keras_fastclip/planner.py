@@ -1,199 +1,295 @@
 """The choices behind `method="auto"`: the least time within a memory budget.
 
-For each kernel there are three ways, with B examples of T positions and a
+For each kernel there are these ways, with B examples of T positions and a
 kernel of d inputs and p outputs:
 
-| way     | norm             | clipped sum | products                | memory |
-|---------|------------------|-------------|-------------------------|--------|
-| ghost   | ⟨aaᵀ, ggᵀ⟩       | 𝒜*(c·g)     | 2BT²(d + p) and 2BTdp   | 2BT²   |
-| build   | of aᵀg, then     | 𝒜*(c·g)     | 2BTdp twice             | Bdp    |
-|         | dropped          |             |                         |        |
-| keep    | of aᵀg           | c·(aᵀg)     | 2BTdp                   | Bdp    |
+| way   | norm                 | clipped sum | products              | memory |
+|-------|----------------------|-------------|-----------------------|--------|
+| ghost | ⟨aaᵀ, ggᵀ⟩           | 𝒜*(c·g)     | 2BT²(d + p) and 2BTdp | 2BT²   |
+| build | of aᵀg, then dropped | 𝒜*(c·g)     | 2BTdp twice           | Bdp    |
+| keep  | of aᵀg               | c·(aᵀg)     | 2BTdp                 | Bdp    |
+
+Each can be taken in several forms, told by a name behind a colon: all examples
+at once ("batched", or by the offsets of a convolution), or in a "loop" over
+them, which holds a few at a time. So "build:loop" needs no more than a few
+times dp, and where T² numbers of a single example are too many, "ghost:tiles"
+takes some rows of the Gram matrices at a time.
 
 Mixed ghost clipping (Bu et al., 2022) takes the way of least memory. In time,
-keeping costs nothing over plain training but for the speed of small products:
-on two cores without AVX-512, TensorFlow's products of one matrix for each
-example run at half the speed of one large product (64 examples, T = 100,
-d = 228, p = 512: 1.5 GFLOP in 22 ms against 10 ms). So the planner starts from
-least memory and spends what the budget allows where it saves the most time for
-each byte. Both speeds are measured once, in a quarter of a second; with them
-given, the plan depends on nothing but sizes.
+keeping costs nothing over plain training but for the speed of small products,
+which differs between machines by a factor of four. So the ways are timed for
+every distinct kernel (`timing.py`), and the planner starts from least memory
+and spends what the budget allows where it saves the most time for each byte.
+The plan depends on nothing but sizes, seconds and the budget.
 """
 
 import dataclasses
-import functools
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import tensorflow as tf
+from keras_fastclip.registry.linear import Kernel
+from keras_fastclip.registry.turns import IN_FLIGHT
 
-# Of what plain training takes, and at least so many bytes.
-BUDGET_FRACTION = 0.1
+# Of weights, activations and their gradients, and at least so many bytes.
+BUDGET_FRACTION = 0.2
 LEAST_BUDGET = 32 * 2**20
 
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """Speeds in products and in bytes a second.
-
-    Attributes:
-        large: floating-point operations in one large matrix product.
-        batched: in products of one small matrix for each example.
-        stream: bytes read and written in order.
-    """
-
-    large: float
-    batched: float
-    stream: float
-
-
-# Two cores with AVX2.
-REFERENCE = Machine(large=6e10, batched=3e10, stream=1.4e10)
+# Where a Gram matrix has fewer rows, tiles are not worth a loop.
+_LEAST_FOR_TILES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What the choice for one kernel depends on.
+class Way:
+    """How a kernel is served.
 
     Attributes:
-        positions: T, over all uses of the kernel.
-        inputs: d.
-        outputs: p.
-        blocks: independent blocks of the kernel.
+        norm: "ghost", or "build" gradients.
+        form: in which form; None for the usual one.
+        keep: whether gradients that were built are kept for the sum.
     """
 
-    positions: int
-    inputs: int
-    outputs: int
-    blocks: int = 1
+    norm: str
+    form: str | None = None
+    keep: bool = False
+
+    @property
+    def ghost(self) -> bool:
+        return self.norm == "ghost"
+
+    def __str__(self) -> str:
+        name = "keep" if self.keep else self.norm
+        return name if self.form is None else f"{name}:{self.form}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Way":
+        """The inverse of `str`."""
+        name, _, form = text.partition(":")
+        if name == "keep":
+            return cls("build", form or None, keep=True)
+        return cls(name, form or None)
+
+
+GHOST_FORMS = ("batched", "loop", "tiles")
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A kernel to plan for.
+
+    Attributes:
+        path: of its layer.
+        kernel: its sizes.
+        has_ghost: whether there is a ghost norm.
+        calls: how often the kernel is used, where its sizes are of one use.
+        only: the way that a user chose, if any.
+    """
+
+    path: str
+    kernel: Kernel
+    has_ghost: bool = True
+    calls: int = 1
+    only: Way | None = None
+
+    @property
+    def prefers_ghost(self) -> bool:
+        """The rule of mixed ghost clipping: the way of least memory."""
+        return self.has_ghost and self.kernel.gram < self.kernel.built
+
+    def ways(self) -> list[Way]:
+        """Those among which `auto` chooses."""
+        kernel = self.kernel
+        if self.only is not None:
+            return [self.only]
+        if self.has_ghost and kernel.positions == 1:
+            # |a|²·|g|²: no product at all.
+            return [Way("ghost", "batched")]
+        # The operations of a ghost norm over those of building gradients.
+        t, d, p = kernel.positions, kernel.inputs, kernel.outputs
+        ratio = t * (d + p) / (d * p)
+        ways = []
+        if not self.has_ghost or ratio > 0.1 or kernel.gram > kernel.built:
+            ways.append(Way("build", kernel.timed[-1]))
+            ways += [Way("build", form, keep=True) for form in kernel.timed]
+        if self.has_ghost and (ratio < 2 or kernel.gram < kernel.built):
+            ways += [Way("ghost", form) for form in kernel.timed_ghost]
+            if kernel.positions > _LEAST_FOR_TILES:
+                ways.append(Way("ghost", "tiles"))
+        return ways
+
+    def all_ways(self) -> list[Way]:
+        """Those that a user may choose; without a form, the usual one."""
+        ways = [
+            Way("build", form, keep)
+            for keep in (True, False)
+            for form in (None, *self.kernel.forms)
+        ]
+        if self.has_ghost:
+            ways += [Way("ghost", form) for form in (None, *GHOST_FORMS)]
+        return ways
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How a kernel is served.
+    """A way for a kernel, with what it costs.
 
     Attributes:
-        ghost: by its ghost norm, or else by building gradients.
-        keep: whether gradients that were built are kept for the sum.
-        memory: bytes.
-        seconds: expected time for norm and sum.
+        way: how the kernel is served.
+        kept: bytes from its norm until its sum.
+        passing: bytes while its norm is taken.
+        seconds: for norm and sum; None if it is not known.
     """
 
-    ghost: bool
-    keep: bool
-    memory: float
-    seconds: float
+    way: Way
+    kept: int
+    passing: int
+    seconds: float | None = None
+
+    @property
+    def memory(self) -> int:
+        return self.kept + self.passing
 
 
-def choices(sizes: Sizes, batch: int, machine: Machine) -> list[Choice]:
-    """All ways to serve a kernel, the one of least memory first."""
-    t, d, p, s = dataclasses.astuple(sizes)
-    total = 4 * batch * s * d * p
-    once = 2 * batch * t * s * d * p
-    grams = 2 * batch * t * t * s * (d + p)
-    if t == 1:
-        # |a|²·|g|²: no product at all.
-        norm, gram_memory = 4 * batch * (d + p) * s / machine.stream, 0
+def cost(item: Item, way: Way, batch: int) -> Choice:
+    """What a way takes in memory."""
+    kernel, number = item.kernel, 4 * item.calls
+    if way.form in ("loop", "tiles"):
+        at_a_time = min(batch, IN_FLIGHT)
     else:
-        norm, gram_memory = grams / machine.batched, 8 * batch * s * t * t
-    ghost = Choice(True, False, gram_memory, norm + once / machine.large)
-    built = once / machine.batched + total / machine.stream
-    build = Choice(False, False, total, built + once / machine.large)
-    keep = Choice(False, True, total, built + total / machine.stream)
-    return sorted([ghost, build, keep], key=lambda c: (c.memory, c.seconds))
+        at_a_time = batch
+    if way.ghost:
+        grams = kernel.tile if way.form == "tiles" else kernel.gram
+        each = grams + kernel.copied("patches")
+        return Choice(way, 0, number * at_a_time * each)
+    copied = number * at_a_time * kernel.copied(way.form)
+    if way.keep:
+        return Choice(way, number * batch * kernel.built, copied)
+    return Choice(way, 0, number * at_a_time * kernel.built + copied)
+
+
+Clock = Callable[[Kernel, Way], float]
+
+
+def choices(item: Item, batch: int, budget: float, clock: Clock):
+    """All ways for a kernel that fit into a budget, least memory first.
+
+    The way of least memory is among them even if it does not fit.
+    """
+    found = [cost(item, way, batch) for way in item.ways()]
+    found.sort(key=lambda choice: choice.memory)
+    found = [c for c in found if c.memory <= budget or c is found[0]]
+    if len(found) == 1:
+        return found
+    scale = batch * item.calls
+    return [
+        dataclasses.replace(c, seconds=scale * clock(item.kernel, c.way))
+        for c in found
+    ]
 
 
 def plan(
-    kernels: Sequence[Sizes], batch: int, budget: float, machine: Machine
+    items: Sequence[Item], batch: int, budget: float, clock: Clock
 ) -> list[Choice]:
     """A choice for each kernel.
 
+    Norms are taken one after the other, so a plan takes what is kept for all
+    kernels and the most that passes for one.
+
     Args:
-        kernels: their sizes.
+        items: the kernels.
         batch: B, the expected batch size.
-        budget: bytes that the chosen ways may take together, beyond what the
-            way of least memory takes.
-        machine: speeds.
+        budget: bytes.
+        clock: seconds for an example.
+
+    Raises:
+        ValueError: the budget is too small for any plan.
     """
-    options = [choices(sizes, batch, machine) for sizes in kernels]
-    chosen = [ways[0] for ways in options]
-    # Each way out of the cheapest: what it saves and what it takes.
-    upgrades = [
-        (chosen[i].seconds - way.seconds, way.memory - chosen[i].memory, i, way)
-        for i, ways in enumerate(options)
-        for way in ways[1:]
-        if way.seconds < chosen[i].seconds
-    ]
-    upgrades.sort(key=lambda u: (-u[0] / max(u[1], 1), u[2]))
-    left, done = budget, set()
-    for _, extra, index, way in upgrades:
-        if index not in done and extra <= left:
-            chosen[index] = way
-            left -= extra
-            done.add(index)
-    return chosen
+    options = [choices(item, batch, budget, clock) for item in items]
+    chosen = [found[0] for found in options]
+    least = required(chosen)
+    if least > budget:
+        most = max(range(len(items)), key=lambda i: chosen[i].memory)
+        raise ValueError(
+            f"memory_budget={budget:,.0f} bytes is too small: the least that "
+            f"would do is {least:,} bytes, for layer {items[most].path!r} and "
+            f"a batch of {batch} examples."
+        )
+    while True:
+        kept = sum(choice.kept for choice in chosen)
+        *_, second, most = sorted([0, 0, *(c.passing for c in chosen)])
+        best, gain = None, 0.0
+        for i, found in enumerate(options):
+            now = chosen[i]
+            others = second if now.passing == most else most
+            for way in found:
+                if way.seconds is None or way.seconds >= now.seconds:
+                    continue
+                extra = way.kept - now.kept
+                if kept + extra + max(others, way.passing) > budget:
+                    continue
+                rate = (now.seconds - way.seconds) / max(extra, 1)
+                if rate > gain:
+                    best, gain = (i, way), rate
+        if best is None:
+            return chosen
+        chosen[best[0]] = best[1]
 
 
-def plan_here(
-    kernels: Sequence[Sizes],
-    weights: int,
-    activations: int,
-    batch: int,
-    budget: int | None,
-    measured: bool = True,
-) -> list[Choice]:
-    """A choice for each kernel, on this machine.
+def required(chosen: Sequence[Choice]) -> int:
+    """Bytes that a plan takes."""
+    kept = sum(choice.kept for choice in chosen)
+    return kept + max((choice.passing for choice in chosen), default=0)
+
+
+def default_budget(
+    items: Sequence[Item], weights: int, activations: int, batch: int
+) -> float:
+    """About a tenth of what plain training takes; at least what must be.
+
+    Counted are weights, their gradients, and activations of layers that have
+    weights, with their gradients. That is about half of what the process of a
+    plain training takes beyond its libraries (measured on the workloads of
+    `benchmarks/`), so a fifth of it is allowed, but no less than 32 MiB.
 
     Args:
-        kernels: their sizes.
-        weights, activations: as for `default_budget`.
-        batch: the expected batch size.
-        budget: bytes, or None for the default.
-        measured: take the speeds of this machine, or else `REFERENCE`, with
-            which the plan is the same in every process.
-    """
-    if not kernels:
-        return []
-    if budget is None:
-        budget = default_budget(weights, activations, batch)
-    machine = this_machine() if measured else REFERENCE
-    return plan(kernels, batch, budget, machine)
-
-
-def default_budget(weights: int, activations: int, batch: int) -> float:
-    """A tenth of what plain training takes, and at least 32 MiB.
-
-    Args:
+        items: the kernels.
         weights: how many are trained.
         activations: numbers that layers with weights return for an example.
         batch: the expected batch size.
     """
     # Weights and gradients; activations and their cotangents.
     plain = 4 * (2 * weights + 2 * batch * activations)
-    return max(BUDGET_FRACTION * plain, LEAST_BUDGET)
-
-
-@functools.cache
-def this_machine() -> Machine:
-    """Speeds as they are measured here, once in a process."""
-    with tf.init_scope():
-        a = tf.random.stateless_normal([6400, 128], [1, 2])
-        g = tf.random.stateless_normal([6400, 256], [3, 4])
-        many = tf.reshape(a, [64, 100, 128]), tf.reshape(g, [64, 100, 256])
-        operations = 2 * 6400 * 128 * 256
-        large = _seconds(lambda: tf.matmul(a, g, transpose_a=True))
-        batched = _seconds(lambda: tf.matmul(*many, transpose_a=True))
-        stream = _seconds(lambda: g * 2.0)
-    return Machine(
-        operations / large, operations / batched, 2 * 4 * 6400 * 256 / stream
+    least = required(
+        [
+            min(
+                (cost(item, way, batch) for way in item.ways()),
+                key=lambda choice: choice.memory,
+            )
+            for item in items
+        ]
     )
+    return max(BUDGET_FRACTION * plain, LEAST_BUDGET, least)
 
 
-def _seconds(function):
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        # Devices run ahead of Python until a value is asked for.
-        float(tf.reduce_sum(function()))
-        best = min(best, time.perf_counter() - start)
-    return best
+# Two cores with AVX2: operations and bytes a second, seconds for an example.
+_LARGE, _BATCHED, _LOOP, _STREAM, _TURN = 6e10, 2.5e10, 4.5e10, 1.4e10, 2e-5
+
+
+def reference_clock(kernel: Kernel, way: Way) -> float:
+    """Seconds for an example on a machine as most were when this was written.
+
+    Used where plans must be the same everywhere: the speeds are fixed.
+    """
+    t, d, p, s = (
+        kernel.positions,
+        kernel.inputs,
+        kernel.outputs,
+        kernel.blocks,
+    )
+    looped = way.form in ("loop", "tiles")
+    speed, turn = (_LOOP, _TURN) if looped else (_BATCHED, 0.0)
+    once = 2 * t * kernel.built
+    if way.ghost:
+        grams = 2 * t * t * s * (d + p)
+        return turn + grams / speed + once / _LARGE
+    passes = 4 * (2 * kernel.built + kernel.copied(way.form)) / _STREAM
+    seconds = turn + once / speed + passes
+    return seconds if way.keep else seconds + once / _LARGE

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -29,6 +30,7 @@ class Settings:
     strict: bool = False
     seed: int | None = None
     memory_budget: int | None = None
+    ways: dict[str, str] | None = None
 
     def __post_init__(self):
         _validate.positive(l2_norm_clip=self.l2_norm_clip)
@@ -42,6 +44,8 @@ class Settings:
             _validate.non_negative_integer(seed=self.seed)
         if self.memory_budget is not None:
             _validate.non_negative_integer(memory_budget=self.memory_budget)
+        if self.ways is not None:
+            _validate_ways(self.ways, self.method)
         if self.registry is not None and not isinstance(
             self.registry, LayerRegistry
         ):
@@ -67,6 +71,21 @@ class Settings:
     @classmethod
     def names(cls) -> list[str]:
         return [field.name for field in dataclasses.fields(cls)]
+
+
+def _validate_ways(ways, method):
+    """What can be told without the model."""
+    if not isinstance(ways, Mapping) or not all(
+        isinstance(text, str) for pair in ways.items() for text in pair
+    ):
+        raise ValueError(
+            "`ways` must be a dict from names of layers to ways such as "
+            f"'ghost' or 'keep:loop'; received ways={ways!r}."
+        )
+    if not methods.METHODS[method].planned:
+        raise ValueError(
+            f"`ways` overrides what method='auto' plans; received {method=!r}."
+        )
 
 
 UNKNOWN_BATCHES = Unaccounted(
@@ -184,16 +203,21 @@ class Privacy:
             )
         return float(self.expected_batch_size)
 
-    def limits(self, batch_size: tf.Tensor | None = None) -> tuple:
-        """What `auto` plans by: the batch size, bytes or None, and whether
-        speeds are measured. With a seed, runs are to be the same everywhere.
-        """
+    def limits(
+        self, model: keras.Model, batch_size: tf.Tensor | None = None
+    ) -> methods.Limits:
+        """What a plan depends on beside the kernels."""
         known = None
         if batch_size is not None:
             known = tf.get_static_value(batch_size)
-        size = self.expected_batch_size or known or 32
-        measured = self.settings.seed is None
-        return int(size), self.settings.memory_budget, measured
+        return methods.Limits(
+            batch=int(self.expected_batch_size or known or 32),
+            budget=self.settings.memory_budget,
+            # With a seed, runs are to be the same everywhere.
+            measured=self.settings.seed is None,
+            jit_compile=bool(model.jit_compile),
+            ways=self.settings.ways,
+        )
 
     # -- the plan -----------------------------------------------------------
 
@@ -226,6 +250,8 @@ class Privacy:
             )
             # Per-layer norms must fit the layers.
             self.clipping.groups([unit.path for unit in plan.units])
+            items = [part.item for part in plan.traits if part.item]
+            methods.with_ways(items, self.settings.ways)
             # A model that was not built yet has its variables only now.
             self._signature = self._signature_of(model, batch)
             self._plan = plan

@@ -32,6 +32,7 @@ import tensorflow as tf
 from keras_fastclip import _keras, capture, methods
 from keras_fastclip.capture import Layout, Plan, Recording, Unit
 from keras_fastclip.losses import first_tensor, per_example_losses
+from keras_fastclip.parts import make_parts
 from keras_fastclip.registry.fallback import (
     UserRule,
     float_tensors,
@@ -573,7 +574,7 @@ class _Probe:
                 "uses the model's outputs, and that layers which are to be "
                 "trained have trainable=True."
             )
-        parts = methods.make_parts(uses, methods.METHODS["bk_mixopt"])
+        parts = make_parts(uses)
         covered = {id(v) for part in parts for v in part.variables}
         norms = [part.squared_norms() for part in parts]
         sums = [part.weighted_sum(tf.ones_like(norms[0])) for part in parts]
@@ -601,17 +602,16 @@ class _Probe:
                 self._require_close(part, norm[j] - right, scale, "norms")
         whole = sum(np.sum(np.square(right)) for right in total.values())
         for part, result in zip(parts, sums, strict=True):
-            for variable, found in zip(part.variables, result, strict=True):
-                right = total[id(variable)]
+            for variable in part.variables:
+                right, found = total[id(variable)], result[id(variable)]
                 gap = np.sum(np.square(_float64(found) - right))
                 scale = max(np.sum(np.square(right)), 1e-4 * whole)
                 self._require_close(part, gap, scale, "sums")
-        kernels = [(part.path, part.sizes()) for part in parts]
         return dataclasses.replace(
             plan,
             reached=frozenset(reached),
             facts=capture.facts_of(calls),
-            kernels=tuple(pair for pair in kernels if pair[1] is not None),
+            traits=tuple(part.traits for part in parts),
             numbers=methods.numbers(parts),
         )
 

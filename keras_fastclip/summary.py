@@ -10,10 +10,9 @@ import rich.box
 import rich.console
 import rich.table
 
-from keras_fastclip import planner
-from keras_fastclip.capture import Facts, Plan
-from keras_fastclip.methods import Method
-from keras_fastclip.privacy import Privacy
+from keras_fastclip.capture import Plan
+from keras_fastclip.methods import Limits, Method, choose
+from keras_fastclip.planner import required
 from keras_fastclip.sampling import as_arrays, some
 
 
@@ -28,12 +27,18 @@ def clipping_summary(
     """Prints how the gradients of each layer are clipped.
 
     One line for each layer that owns trained weights: by which rule the norms
-    of its gradients are taken, in which form, and the sizes that decide it. T
+    of its gradients are taken, in which way, and the sizes that decide it. T
     is the number of positions of an example (1 for plain vectors, the length
     of a sequence, the pixels of a feature map), d and p are the inputs and
-    outputs of the layer's largest kernel, or rows and width of its table. A
-    ghost norm takes 2T² numbers an example, a gradient that is built takes
-    d·p. Layers by the fallback are exact as well, but slower.
+    outputs of the layer's largest kernel, or rows and width of its table.
+
+    The way is that of the largest kernel. "ghost" norms take 2T² numbers an
+    example and no gradients; "build" builds the d·p numbers of a gradient for
+    its norm, "keep" also keeps them for the clipped sum. Behind a colon stands
+    the form: "batched" for all examples at once, a "loop" over them, and so
+    on. Each can be given in `ways`. Memory and time are for norms and clipped
+    sums of a batch, memory as it is planned and time as it is measured for
+    each kernel alone. Layers by the fallback are exact as well, but slower.
 
     Args:
         model: a private, compiled model.
@@ -60,59 +65,72 @@ def clipping_summary(
             f"The model {model.name!r} was not checked yet. Give a few "
             "examples: clipping_summary(model, x[:8], y[:8])."
         )
+    limits = privacy.limits(model)
     table = rich.table.Table(
         title=f"Clipping of {model.name!r}, method {privacy.settings.method!r}",
         box=rich.box.SIMPLE_HEAD,
+        caption=f"memory and time for batches of {limits.batch}",
     )
-    for title in ("layer", "class", "rule", "norm"):
+    for title in ("layer", "class", "rule", "way"):
         table.add_column(title, overflow="fold")
-    for title in ("T", "d", "p", "weights", "calls"):
+    for title in ("T", "d", "p", "weights", "calls", "memory", "time"):
         table.add_column(title, justify="right", no_wrap=True)
-    total, plan = 0, privacy.latest_plan
-    planned = _planned(plan, privacy)
+    plan, method = privacy.latest_plan, privacy.method
+    chosen = _by_layer(plan, method, limits)
     for unit, facts in plan.facts:
         weights = sum(math.prod(v.shape) for v in unit.variables)
-        total += weights
+        way, memory, time = chosen.get(unit.path, ("shared", "", ""))
         table.add_row(
             unit.path,
             type(unit.layer).__name__,
             facts.rule,
-            planned.get(unit.path) or _norm(facts, privacy.method),
-            *map(_number, facts.sizes),
-            _number(weights),
-            _number(facts.calls),
+            "own" if (facts.rule, way) == ("own", "ghost") else way,
+            *map(_number, (*facts.sizes, weights, facts.calls)),
+            memory,
+            time,
         )
-    console = rich.console.Console(file=io.StringIO(), width=100)
+    console = rich.console.Console(file=io.StringIO(), width=120)
     console.print(table)
     text = console.file.getvalue().rstrip()
+    total, _ = plan.numbers
     print_fn(f"{text}\n\n {total:,} trained weights in all")
 
 
-def _planned(plan: Plan, privacy: Privacy) -> dict[str, str]:
-    """How `auto` takes the norm of the largest kernel of each layer."""
-    if privacy.method is None or not privacy.method.planned:
-        return {}
-    sizes = [sizes for _, sizes in plan.kernels]
-    chosen = planner.plan_here(sizes, *plan.numbers, *privacy.limits())
-    norms, largest = {}, {}
-    for (path, size), choice in zip(plan.kernels, chosen, strict=True):
-        weights = size.inputs * size.outputs * size.blocks
-        if weights > largest.get(path, 0):
-            largest[path] = weights
-            norms[path] = "ghost" if choice.ghost else "instantiated"
-    return norms
+def _by_layer(plan: Plan, method: Method, limits: Limits) -> dict[str, tuple]:
+    """By path, the way of the largest part, and memory and time of all."""
+    if method.norm == "loop":
+        return {unit.path: ("loop", "", "") for unit, _ in plan.facts}
+    found = {}
+    choices = choose(plan.traits, plan.numbers, method, limits)
+    for part, choice in zip(plan.traits, choices, strict=True):
+        found.setdefault(part.path, []).append((part, choice))
+    return {
+        path: (
+            str(max(pairs, key=lambda pair: pair[0].weights)[1].way),
+            _bytes(required([choice for _, choice in pairs])),
+            _milliseconds(pairs, limits),
+        )
+        for path, pairs in found.items()
+    }
 
 
-def _norm(facts: Facts, method: Method | None) -> str:
-    """How the norm of the largest kernel is taken."""
-    if method is None:
-        return "loop"
-    if facts.rule == "fallback":
-        return "instantiated"
-    if facts.rule == "own":
-        return "own"
-    ghost = facts.prefers_ghost or method.ghost_everywhere
-    return "ghost" if facts.has_ghost and ghost else "instantiated"
+def _milliseconds(pairs, limits):
+    """Of the kernels; what is left over is short."""
+    seconds = sum(
+        limits.batch
+        * part.item.calls
+        * limits.clock(part.item.kernel, choice.way)
+        for part, choice in pairs
+        if part.item is not None
+    )
+    return f"{1e3 * seconds:.3g} ms" if seconds else ""
+
+
+def _bytes(count):
+    if count < 2**10:
+        return ""
+    unit, size = ("MB", 2**20) if count >= 2**20 else ("kB", 2**10)
+    return f"{count / size:,.0f} {unit}"
 
 
 def _number(value):

@@ -166,7 +166,7 @@ class Lookup(Term):
         ids = tf.reshape(self._ids, [-1])
         return (tf.math.unsorted_segment_sum(flat, ids, self._vocabulary),)
 
-    def per_example(self, g, rows):
+    def per_example(self, g, rows, form=None):
         ids, g = self.pair(g, rows)
         examples = tf.range(tf.shape(ids)[0], dtype=ids.dtype)[:, None]
         cells = examples * self._vocabulary + ids
@@ -177,7 +177,7 @@ class Lookup(Term):
         )
         return (tf.reshape(summed, [-1, self._vocabulary, self._width]),)
 
-    def omega(self, g, rows):
+    def omega(self, g, rows, form=None):
         return lookup_norm(*self.pair(g, rows))
 
     def prefers_omega(self, rows):

@@ -106,7 +106,7 @@ class LayerLocal(Term):
         ]
         return with_tensors(outputs, leaves)
 
-    def per_example(self, g, rows):
+    def per_example(self, g, rows, form=None):
         del rows  # Every tensor of the call has its own.
         values = self._values()
         cotangents = [
@@ -172,10 +172,10 @@ class UserRule(LayerLocal):
             for gradient in gradients
         )
 
-    def per_example(self, g, rows):
+    def per_example(self, g, rows, form=None):
         return super().per_example([g], rows)
 
-    def omega(self, g, rows):
+    def omega(self, g, rows, form=None):
         norms = self._omega(g)
         if norms.shape.rank != 1:
             raise ValueError(

@@ -7,19 +7,24 @@ norm has two forms:
 - ghost: ⟨aaᵀ, ggᵀ⟩, time 2T²(p + d) and memory 2T² an example;
 - instantiated: ‖aᵀg‖², time 2Tpd and memory pd an example.
 
+Either is taken "batched", for all examples at once, or in a "loop" over them;
+where even T² numbers are many, the ghost norm is taken in "tiles", some rows
+of the Gram matrices at a time.
+
 Dense, EinsumDense and convolutions all reduce to it. A kernel that consists
 of independent blocks (the groups of a convolution, an axis that an einsum
 shares between input, kernel and output) has a block axis: a (rows, T, S, d)
 and g (rows, T, S, p).
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
 
-from keras_fastclip.planner import Sizes
 from keras_fastclip.registry.terms import (
     Rows,
     Term,
@@ -27,6 +32,64 @@ from keras_fastclip.registry.terms import (
     itself,
     select_rows,
 )
+from keras_fastclip.registry.turns import norms_in_turns
+
+# Rows of a Gram matrix in a tile.
+TILE = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The sizes of a kernel in a call, on which the choice of a form depends.
+
+    Attributes:
+        positions: T, over all uses of the kernel.
+        inputs: d.
+        outputs: p.
+        blocks: S, independent blocks of the kernel.
+        rows: of an example in the call's tensors.
+        forms: ways to build gradients, the usual one first.
+        timed, timed_ghost: those among which a planner need choose, and the
+            forms of ghost norms.
+    """
+
+    positions: int
+    inputs: int
+    outputs: int
+    blocks: int = 1
+
+    rows: ClassVar = 1
+    forms: ClassVar = ("batched", "loop")
+    timed: ClassVar = ("batched", "loop")
+    timed_ghost: ClassVar = ("batched", "loop")
+
+    @property
+    def built(self) -> int:
+        """Numbers in the gradient of an example."""
+        return self.blocks * self.inputs * self.outputs
+
+    @property
+    def gram(self) -> int:
+        """Numbers in the two Gram matrices of an example."""
+        return 2 * self.blocks * self.positions**2 if self.positions > 1 else 0
+
+    @property
+    def tile(self) -> int:
+        """Numbers in a tile of them."""
+        return min(self.gram, 2 * self.blocks * TILE * self.positions)
+
+    def copied(self, form: str) -> int:
+        """Numbers of an example that are copied before the product."""
+        return 0
+
+    def sample(self, examples: int) -> tuple[Term, tf.Tensor]:
+        """A term of these sizes on random numbers, with a cotangent."""
+        blocks = [self.blocks] if self.blocks > 1 else []
+        shape = [examples, self.positions, *blocks]
+        a = tf.random.stateless_normal([*shape, self.inputs], [1, 2])
+        g = tf.random.stateless_normal([*shape, self.outputs], [3, 4])
+        kernel = tf.zeros([*blocks, self.inputs, self.outputs])
+        return Linear(kernel, a, itself, itself if blocks else None), g
 
 
 class Linear(Term):
@@ -41,6 +104,7 @@ class Linear(Term):
     """
 
     has_omega = True
+    _width = None
 
     def __init__(
         self,
@@ -56,6 +120,7 @@ class Linear(Term):
         if self.is_matrix:
             a = self._with_width(a)
         self._a = a
+        self._width = a.shape[-1]
         self._positions = a.shape[1]
         self._blocks = a.shape[2] if a.shape.rank == 4 else 1
 
@@ -85,12 +150,17 @@ class Linear(Term):
     def _weights(self, matrices):
         return (self._to_kernel(matrices),)
 
-    def per_example(self, g, rows):
-        a, g = self.pair(g, rows)
+    def per_example(self, g, rows, form=None):
+        return self.of_one(*self.pair(g, rows))
+
+    def operands(self, g, rows):
+        return list(self.pair(g, rows))
+
+    def of_one(self, a, g):
         return self._weights(tf.matmul(a, g, transpose_a=True))
 
-    def omega(self, g, rows):
-        return ghost_norm(*self.pair(g, rows))
+    def omega(self, g, rows, form=None):
+        return ghost_norm(*self.pair(g, rows), form)
 
     def prefers_omega(self, rows):
         """2T² < pd, the rule of mixed ghost clipping (Bu et al., 2022)."""
@@ -110,16 +180,21 @@ class Linear(Term):
         return self.is_matrix, self._blocks
 
     def sizes(self, rows):
-        p = self.variables[0].shape[-1]
-        return self.positions(rows), self.size // p, p
+        d, p = self._widths()
+        return self.positions(rows), d, p
 
-    def plan_sizes(self, rows):
+    def _widths(self):
+        """d and p of a block."""
+        d = sum(variable.shape[0] for variable in self.variables)
+        if self._width is not None:
+            d = self._width
+        return d, self.size // (d * self._blocks)
+
+    def kernel(self, rows):
         positions = self.positions(rows)
         if positions is None:
             return None
-        p = self.variables[0].shape[-1] // self._blocks
-        d = self.size // (p * self._blocks)
-        return Sizes(positions, d, p, self._blocks)
+        return Kernel(positions, *self._widths(), self._blocks)
 
     def positions(self, rows: Rows) -> int | None:
         """T of an example, if it is known while tracing."""
@@ -192,14 +267,29 @@ def times_transposed(g: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
     return tf.matmul(g, tf.cast(matrix, g.dtype), transpose_b=True)
 
 
-def ghost_norm(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
+def ghost_norm(
+    a: tf.Tensor, g: tf.Tensor, form: str | None = None
+) -> tf.Tensor:
     """⟨aaᵀ, ggᵀ⟩ of each example, rounded up."""
     if a.shape[-2] == 1:
         # |a|²·|g|²: nothing cancels.
         squares = _with_lost(tf.reduce_sum(a * a, -1), a)
         squares *= _with_lost(tf.reduce_sum(g * g, -1), g)
         return _sum_but_first(squares)
-    norms, sizes = gram_product(a, g)
+    if form == "loop":
+        return norms_in_turns(ghost_norm, [a, g])
+    if form == "tiles":
+        return norms_in_turns(ghost_norm_by_tiles, [a, g])
+    return _without_blocks(a, g, *gram_product(a, g))
+
+
+def ghost_norm_by_tiles(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
+    """`ghost_norm` that holds few rows of the Gram matrices at a time."""
+    return _without_blocks(a, g, *gram_product(a, g, _product_by_tiles))
+
+
+def _without_blocks(a, g, norms, sizes):
+    """The norm over all blocks of a kernel, rounded up."""
     return rounded_up(
         _sum_but_first(norms),
         _sum_but_first(tf.square(sizes)),
@@ -207,21 +297,43 @@ def ghost_norm(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     )
 
 
-def gram_product(a: tf.Tensor, g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def gram_product(
+    a: tf.Tensor, g: tf.Tensor, product: Callable | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
     """⟨aaᵀ, ggᵀ⟩ before rounding up, and Σ|aₜ||gₜ|, of each example.
 
     Kernels of several blocks have both for each block.
+
+    Args:
+        a, g: (..., T, d) and (..., T, p).
+        product: another way to take the product.
     """
-    gram_a, gram_g = _gram(a), _gram(g)
-    squares_a = _with_lost(tf.linalg.diag_part(gram_a), a)
-    squares_g = _with_lost(tf.linalg.diag_part(gram_g), g)
+    squares_a = _with_lost(tf.reduce_sum(a * a, -1), a)
+    squares_g = _with_lost(tf.reduce_sum(g * g, -1), g)
     sizes = tf.reduce_sum(tf.sqrt(squares_a * squares_g), -1)
-    norms = tf.reduce_sum(tf.reduce_sum(gram_a * gram_g, -1), -1)
+    norms = (product or _product)(a, g, a, g)
     return norms + _lost_in_product(squares_a, squares_g, a, g), sizes
 
 
-def _gram(tensor):
-    return tf.matmul(tensor, tensor, transpose_b=True)
+def _product(some_a, some_g, a, g):
+    """Of some rows of the Gram matrices."""
+    gram_a = tf.matmul(some_a, a, transpose_b=True)
+    gram_g = tf.matmul(some_g, g, transpose_b=True)
+    return tf.reduce_sum(tf.reduce_sum(gram_a * gram_g, -1), -1)
+
+
+def _product_by_tiles(some_a, some_g, a, g):
+    def tile(start):
+        rows = slice(start, start + TILE)
+        return _product(some_a[..., rows, :], some_g[..., rows, :], a, g)
+
+    sums = tf.map_fn(
+        tile,
+        tf.range(0, tf.shape(a)[-2], TILE),
+        fn_output_signature=a.dtype,
+        parallel_iterations=1,
+    )
+    return tf.reduce_sum(sums, 0)
 
 
 def _lost(tensor):

@@ -374,6 +374,10 @@ _SLOPES = {
 }
 
 
+# A turn of a loop costs as much as a small product, whatever is done in it.
+_STEPS_IN_A_TURN = 10
+
+
 class _Loop:
     """The steps of a layer, from ζ to what the layer returns.
 
@@ -474,9 +478,11 @@ def _forward(cell, zeta, states, weights, mask, save=False):
     saved = [_array(length, tensor) for tensor in first] if save else []
     hidden = _array(length, states[0])
 
+    zeta = _swapped(zeta)
+
     def body(t, states, hidden, saved):
         inner = cell.inner(states[0], weights)
-        new, kept = cell.step(zeta[:, t], inner, states, weights)
+        new, kept = cell.step(zeta[t], inner, states, weights)
         states = _where(None if mask is None else mask[:, t], new, states)
         saved = [
             array.write(t, tensor)
@@ -484,14 +490,11 @@ def _forward(cell, zeta, states, weights, mask, save=False):
         ]
         return t + 1, states, hidden.write(t, states[0]), saved
 
-    _, last, hidden, saved = tf.while_loop(
-        lambda t, *_: t < length,
-        body,
-        (0, list(states), hidden, saved),
-        maximum_iterations=length,
+    _, last, hidden, saved = _repeat(
+        body, (0, list(states), hidden, saved), zeta.shape[0], length
     )
     return (
-        tf.ensure_shape(hidden.stack(), [zeta.shape[1], *states[0].shape]),
+        tf.ensure_shape(hidden.stack(), [zeta.shape[0], *states[0].shape]),
         last,
         saved,
     )
@@ -524,14 +527,39 @@ def _backward(cell, zeta, weights, mask, saved, d_hidden, d_last):
 
     like = zeta[:, 0]
     arrays = [_array(length, like), _array(length, like)]
-    _, d_initial, arrays = tf.while_loop(
-        lambda i, *_: i < length,
-        body,
-        (0, list(d_last), arrays),
-        maximum_iterations=length,
+    _, d_initial, arrays = _repeat(
+        body, (0, list(d_last), arrays), zeta.shape[1], length
     )
     d_zeta, d_inner = (array.stack() for array in arrays)
     return d_zeta, d_inner, d_initial
+
+
+def _repeat(step, carried, known, length):
+    """Takes so many steps, several in each turn of a loop.
+
+    Args:
+        step: maps what is carried, whose first entry is the number of steps
+            taken, to what is carried after one more.
+        carried: before the first step.
+        known: the number of steps, or None if it is not known while tracing.
+        length: the number of steps, a tensor.
+    """
+    at_once = 1 if known is None else min(known, _STEPS_IN_A_TURN)
+
+    def turn(*carried):
+        for _ in range(at_once):
+            carried = step(*carried)
+        return carried
+
+    for _ in range(0 if known is None else known % at_once):
+        carried = step(*carried)
+    return tf.while_loop(
+        lambda t, *_: t < length,
+        turn,
+        carried,
+        # Without it, XLA cannot differentiate the loop.
+        maximum_iterations=length // at_once,
+    )
 
 
 def _where(mask, new, old):

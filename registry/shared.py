@@ -26,12 +26,13 @@ from keras_fastclip.registry.linear import (
 )
 
 
-def omega(uses: Sequence[Any]) -> tf.Tensor | None:
+def omega(uses: Sequence[Any], form: str | None = None) -> tf.Tensor | None:
     """The squared norm of each example, or None without a closed form.
 
     Args:
         uses: terms of one weight with their cotangents; each has `term`, `g`,
             `rows` and `unit`.
+        form: of the ghost norm, for uses as a kernel only.
     """
     kernels = [use for use in uses if isinstance(use.term, Linear)]
     lookups = [use for use in uses if isinstance(use.term, Lookup)]
@@ -40,7 +41,7 @@ def omega(uses: Sequence[Any]) -> tf.Tensor | None:
     kernel = _joined(kernels, axis=-2)
     lookup = _joined(lookups, axis=1)
     if not lookups:
-        return ghost_norm(*kernel)
+        return ghost_norm(*kernel, form)
     if not kernels:
         return lookup_norm(*lookup)
     (a, g), (ids, u) = kernel, lookup

@@ -6,7 +6,11 @@ the linear map 𝒜 = DZ(w) of some of the call's weights and offers
 - `adjoint(g, keep)`: 𝒜*g, the gradient summed over the rows to keep;
 - `per_example(g, rows)`: the gradient of every example, built in memory;
 - `omega(g, rows)`: Ω, the squared norm of every example's gradient, without
-  building it, where there is such a form.
+  building it, where there is such a form;
+- `operands(g, rows)` and `of_one(...)`: what is needed to build the gradient
+  of one example after the other.
+
+The last three may offer several forms that differ in time and memory, by name.
 
 Row `r` of a captured tensor usually is example `r`, but some layers run with
 other axes folded into the first one (windows, frames, experts). `Rows` says
@@ -21,7 +25,6 @@ import keras
 import tensorflow as tf
 
 from keras_fastclip import _keras
-from keras_fastclip.planner import Sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +99,9 @@ class Term:
         """
         raise NotImplementedError
 
-    def per_example(self, g: Any, rows: Rows) -> tuple[tf.Tensor, ...]:
+    def per_example(
+        self, g: Any, rows: Rows, form: str | None = None
+    ) -> tuple[tf.Tensor, ...]:
         raise NotImplementedError
 
     def has_adjoint_for(self, g: Any) -> bool:
@@ -107,15 +112,26 @@ class Term:
         """
         return True
 
-    def omega(self, g: Any, rows: Rows) -> tf.Tensor:
+    def omega(self, g: Any, rows: Rows, form: str | None = None) -> tf.Tensor:
         raise NotImplementedError
 
     def prefers_omega(self, rows: Rows) -> bool:
         """Whether `omega` takes less memory than `per_example`."""
         return False
 
-    def plan_sizes(self, rows: Rows) -> Sizes | None:
-        """What the planner of `auto` needs to know, where it has a choice."""
+    def operands(self, g: Any, rows: Rows) -> list[tf.Tensor] | None:
+        """Tensors (B, ...) of which `of_one` takes the part of an example."""
+        return None
+
+    def of_one(self, *operands: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """The gradients of one example, (1, ...), from its operands."""
+        raise NotImplementedError
+
+    def kernel(self, rows: Rows) -> Any:
+        """What the choice between forms depends on; None without a choice.
+
+        See `linear.Kernel`.
+        """
         return None
 
     def sizes(self, rows: Rows) -> tuple[int | None, int, int] | None:
@@ -144,7 +160,7 @@ class Small(Term):
     def adjoint(self, g, keep):
         return (tf.reduce_sum(select_rows(keep, self._rows(g)), 0),)
 
-    def per_example(self, g, rows):
+    def per_example(self, g, rows, form=None):
         per_row = self._rows(g)
         if rows.per_example == 1:
             return (per_row,)

@@ -1,6 +1,8 @@
 import keras
 import pytest
 
+from keras_fastclip import planner, timing
+
 
 @pytest.fixture
 def float64():
@@ -19,3 +21,13 @@ def fresh_keras():
     keras.utils.set_random_seed(0)
     yield
     keras.backend.clear_session(free_memory=False)
+
+
+@pytest.fixture(autouse=True)
+def fixed_speeds(monkeypatch):
+    """Plans that do not depend on the machine, nor on what else it does."""
+    monkeypatch.setattr(
+        timing,
+        "clock",
+        lambda kernel, way, jit_compile: planner.reference_clock(kernel, way),
+    )

@@ -48,22 +48,31 @@ def rows_of(made, *data):
 
 def test_one_line_for_each_layer_with_weights():
     text, rows = rows_of(*model())
-    assert rows == {
-        "table": "Embedding closed form ghost 5 20 6 120 1".split(),
-        "twice": "Dense closed form instantiated 5 6 6 42 2".split(),
-        "scale": "Scale own own 6 1".split(),
-        "lstm": "LSTM closed form ghost 5 36 120 4,440 1".split(),
-        "quadratic": "Quadratic fallback instantiated 244 1".split(),
-        "conv": "Conv2D closed form instantiated 4 4 2 10 1".split(),
-        "head": "Dense closed form ghost 1 3 2 8 1".split(),
+    expected = {
+        "table": "Embedding closed form ghost 5 20 6 120 1",
+        "twice": "Dense closed form keep:batched 5 6 6 42 2 5 kB",
+        "scale": "Scale own own 6 1",
+        "lstm": "LSTM closed form ghost:batched 5 36 120 4,440 1 21 kB",
+        "quadratic": "Quadratic fallback keep 244 1 30 kB",
+        "conv": "Conv2D closed form keep:offsets 4 4 2 10 1 2 kB",
+        "head": "Dense closed form ghost:batched 1 3 2 8 1",
     }
+    timed = {"twice", "lstm", "conv", "head"}
+    for name, row in rows.items():
+        if name in timed:
+            assert row.pop() == "ms" and 0 < float(row.pop()) < 1
+        assert " ".join(row) == expected.pop(name)
+    assert not expected
     assert "method 'auto'" in text and "4,870 trained weights" in text
-    assert max(map(len, text.splitlines())) <= 100
+    assert "batches of 32" in text
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_norms_follow_the_method():
     _, rows = rows_of(*model(method="bk"))
-    assert "ghost" in rows["twice"] and "instantiated" in rows["quadratic"]
+    assert "ghost" in rows["twice"] and "build" in rows["quadratic"]
+    _, rows = rows_of(*model(method="opacus"))
+    assert "keep" in rows["twice"] and "ghost" in rows["table"]
     _, rows = rows_of(*model(method="naive"))
     assert all("loop" in row for row in rows.values())
 

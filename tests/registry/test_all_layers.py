@@ -18,7 +18,9 @@ import tensorflow as tf
 from keras import layers
 
 import keras_fastclip
-from keras_fastclip import _keras, capture, methods
+from keras_fastclip import _keras, capture
+from keras_fastclip.parts import make_parts
+from keras_fastclip.planner import Way
 from keras_fastclip.registry import default_registry
 from keras_fastclip.registry.fallback import float_tensors, tensors
 from keras_fastclip.registry.terms import ONE_ROW
@@ -367,8 +369,11 @@ def by_loop(layer, args, kwargs):
     return [np.stack(parts) for parts in zip(*gradients, strict=True)]
 
 
-def by_rule(layer, factors, method, args, kwargs):
-    """Squared norms, and for each weight the weighted sum."""
+def by_rule(layer, factors, way, args, kwargs):
+    """Squared norms, and for each weight the weighted sum.
+
+    Parts that cannot be served in the way are served in the usual one.
+    """
     unit = capture.Unit(
         layer,
         "layer",
@@ -386,14 +391,29 @@ def by_rule(layer, factors, method, args, kwargs):
         losses = losses_of(finish(call.zetas))
     (g,) = tape.gradient(losses, call.zetas)
     uses = [capture.Use(term, g, call.rows, unit) for term in call.terms]
-    parts = methods.make_parts(uses, methods.METHODS[method])
+    parts = make_parts(uses)
+    for part in parts:
+        if part.traits.item and way in part.traits.item.all_ways():
+            part.way = way
     norms = tf.add_n([part.squared_norms() for part in parts])
     sums = {}
     for part in parts:
-        found = part.weighted_sum(tf.cast(factors, norms.dtype))
-        sums |= zip(map(id, part.variables), found, strict=True)
+        sums |= part.weighted_sum(tf.cast(factors, norms.dtype))
     zero = tf.zeros([], norms.dtype)
     return norms, [sums.get(id(v), zero) for v in unit.variables]
+
+
+# Each case is run in the first two, and in one of the others compiled by XLA.
+WAYS = [
+    "ghost",
+    "keep",
+    "ghost:loop",
+    "ghost:tiles",
+    "keep:loop",
+    "build:loop",
+    "keep:rows",
+    "build:patches",
+]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -408,9 +428,10 @@ def test_rule_equals_loop(name):
     factors = tf.constant([0.5, 2.0, 0.0], tf.float64)
     totals = [np.tensordot(factors, r, 1) for r in right]
     size = math.sqrt(sum(np.sum(total**2) for total in totals))
-    for method, jit in [("bk", False), ("bk_mixopt", CASES[name][3])]:
-        run = functools.partial(by_rule, layer, factors, method)
-        if jit:
+    compiled = WAYS[2 + sorted(CASES).index(name) % (len(WAYS) - 2)]
+    for way in (*WAYS[:2], compiled):
+        run = functools.partial(by_rule, layer, factors, Way.parse(way))
+        if way == compiled and CASES[name][3]:
             run = tf.function(run, jit_compile=True)
         found_norms, found_sums = run(args, kwargs)
         # A norm of zero is rounded up too.

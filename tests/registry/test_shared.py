@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_fastclip
-from keras_fastclip import methods
+from keras_fastclip.parts import Part
 from keras_fastclip.registry import shared
 from keras_fastclip.registry.embedding import Lookup, Projection
 from keras_fastclip.registry.linear import Linear
@@ -91,7 +91,7 @@ def test_uses_without_a_closed_form_are_built():
     odd = Linear(weight, random(B, 2, V, seed=1), same, lambda m: m)
     uses = [Use(odd, random(B, 2, D, seed=2)), lookup(weight, 3, 4)]
     assert shared.omega(uses) is None
-    part = methods.Part(uses, methods.METHODS["bk"])
+    part = Part(uses)
     total = sum(use.term.per_example(use.g, use.rows)[0] for use in uses)
     right = np.sum(np.square(total), (1, 2))
     np.testing.assert_allclose(part.squared_norms(), right, rtol=1e-12)

@@ -1,0 +1,245 @@
+"""Norms and sums of the weights that belong together, in a chosen way."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from keras_fastclip import _keras
+from keras_fastclip.capture import Use
+from keras_fastclip.planner import Item, Way
+from keras_fastclip.registry import shared
+from keras_fastclip.registry.embedding import Lookup
+from keras_fastclip.registry.terms import (
+    at_least_float32,
+    select_rows,
+    squared_norm,
+)
+from keras_fastclip.registry.turns import (
+    KeptInTurns,
+    norm_of_one,
+    norms_in_turns,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What the way to serve a part depends on.
+
+    Attributes:
+        path: of the layer whose share of the clip norm counts.
+        weights: how many there are.
+        has_ghost: whether there is a ghost norm.
+        prefers_ghost: whether it takes less memory than gradients.
+        is_table: whether the weights are a table that is looked up. The rows
+            that an example touches are its gradient; the table is never built
+            for each example.
+        item: for the planner; None where there is no choice.
+    """
+
+    path: str
+    weights: int
+    has_ghost: bool
+    prefers_ghost: bool
+    is_table: bool
+    item: Item | None
+
+
+class Part:
+    """Weights whose gradients must be put together before their norm.
+
+    Usually the weights of one term of one call. A weight that is used several
+    times (a layer called twice, an embedding tied to the output projection)
+    joins all its terms in one part, since the gradient of an example is the
+    sum over the uses, and the norm of a sum is not the sum of the norms.
+
+    Attributes:
+        uses: the terms, with their cotangents.
+        variables: the weights.
+        has_adjoint: whether there is a closed form of the weighted sum.
+        is_half: whether some layer computes in half precision.
+        traits: what `way` depends on.
+        way: how norms and sums are taken; the least memory unless set.
+    """
+
+    def __init__(self, uses: list[Use]):
+        self.uses = uses
+        self.variables = list(
+            {id(v): v for use in uses for v in use.term.variables}.values()
+        )
+        self.has_adjoint = all(use.term.has_adjoint_for(use.g) for use in uses)
+        self.traits = self._find_traits()
+        self.way = Way("ghost" if self.traits.prefers_ghost else "build")
+        self._built: _Built | KeptInTurns | None = None
+
+    @property
+    def is_half(self) -> bool:
+        return any(
+            tensor.dtype in (tf.float16, tf.bfloat16)
+            for use in self.uses
+            for tensor in tf.nest.flatten(use.g)
+        ) or any(
+            layer.compute_dtype in ("float16", "bfloat16")
+            for use in self.uses
+            for layer in _keras.layers_of(use.unit.layer)
+        )
+
+    @property
+    def path(self) -> str:
+        return self.traits.path
+
+    def _find_traits(self):
+        uses = self.uses
+        has_ghost = all(use.term.has_omega for use in uses) and (
+            len(uses) == 1 or shared.can_join(uses)
+        )
+        tables = [isinstance(use.term, Lookup) for use in uses]
+        is_table = has_ghost and any(tables)
+        if len(uses) > 1:
+            prefers = has_ghost and shared.prefers_omega(uses)
+        else:
+            prefers = has_ghost and uses[0].term.prefers_omega(uses[0].rows)
+        item = None if is_table else self._find_item(has_ghost)
+        return Traits(
+            path=uses[0].unit.path if uses[0].unit else "",
+            weights=sum(math.prod(v.shape) for v in self.variables),
+            has_ghost=has_ghost,
+            prefers_ghost=prefers,
+            is_table=is_table,
+            item=item,
+        )
+
+    def _find_item(self, has_ghost):
+        uses = self.uses
+        kernels = [use.term.kernel(use.rows) for use in uses]
+        if None in kernels or not self.has_adjoint:
+            return None
+        path = uses[0].unit.path if uses[0].unit else ""
+        if not has_ghost:
+            return Item(path, kernels[0], False, len(kernels))
+        positions = sum(kernel.positions for kernel in kernels)
+        return Item(path, dataclasses.replace(kernels[0], positions=positions))
+
+    def squared_norms(self) -> tf.Tensor:
+        """Ω, shape (batch,)."""
+        # What depends on the forward pass alone (Gram matrices of inputs,
+        # patches) would else be computed early, and held for all layers.
+        with tf.control_dependencies(tf.nest.flatten(self.uses[-1].g)):
+            if self.way.ghost:
+                return self._ghost_norms()
+            if self.way.form == "loop" and not self.way.keep:
+                return norms_in_turns(
+                    lambda *one: norm_of_one(self._of_one(*one)),
+                    self._operands(),
+                )
+            built = self._build()
+            if self.way.keep or not self.has_adjoint:
+                self._built = built
+            return built.squared_norms
+
+    def _ghost_norms(self):
+        if len(self.uses) > 1:
+            return shared.omega(self.uses, self.way.form)
+        (use,) = self.uses
+        return use.term.omega(use.g, use.rows, self.way.form)
+
+    def _build(self):
+        """The gradients of all examples."""
+        shapes = [variable.shape for variable in self.variables]
+        if self.way.form == "loop":
+            return KeptInTurns(self._of_one, self._operands(), shapes)
+        found = [
+            use.term.per_example(use.g, use.rows, self.way.form)
+            for use in self.uses
+        ]
+        return _Built(self._added(found, batched=True))
+
+    def _operands(self):
+        found = [use.term.operands(use.g, use.rows) for use in self.uses]
+        return [tensor for operands in found for tensor in operands]
+
+    def _of_one(self, *operands):
+        """The gradients of one example, (1, ...), from all uses."""
+        found, each = [], len(operands) // len(self.uses)
+        for i, use in enumerate(self.uses):
+            own = operands[i * each : (i + 1) * each]
+            found.append(use.term.of_one(*own))
+        return self._added(found, batched=True)
+
+    def _added(self, found, batched):
+        """Adds up what the uses have found, in the shapes of the weights."""
+        leading = [-1] if batched else []
+        total = {id(v): 0.0 for v in self.variables}
+        for use, tensors in zip(self.uses, found, strict=True):
+            pairs = zip(use.term.variables, tensors, strict=True)
+            for variable, tensor in pairs:
+                total[id(variable)] += tf.reshape(
+                    at_least_float32(tensor), [*leading, *variable.shape]
+                )
+        return list(total.values())
+
+    def weighted_sum(self, factors: tf.Tensor) -> dict[int, tf.Tensor]:
+        """𝒜*(c·g) by id of the variable, with c of shape (batch,)."""
+        sums = self._weighted_sum(factors)
+        return dict(zip(map(id, self.variables), sums, strict=True))
+
+    def _weighted_sum(self, factors):
+        if self._built is not None:
+            return self._built.weighted_sum(factors)
+        if not self.has_adjoint:
+            return self._build().weighted_sum(factors)
+        keep = factors != 0
+        found = [
+            use.term.adjoint(
+                _scaled(use.g, use.rows.spread(factors)), use.rows.spread(keep)
+            )
+            for use in self.uses
+        ]
+        return self._added(found, batched=False)
+
+
+class _Built:
+    """The gradients of all examples, (B, *shape) for each weight."""
+
+    def __init__(self, gradients):
+        self._gradients = gradients
+        norms = [squared_norm(gradient) for gradient in gradients]
+        self.squared_norms = tf.add_n(widest(norms))
+
+    def weighted_sum(self, factors):
+        keep = factors != 0
+        return [
+            tf.tensordot(
+                tf.cast(factors, gradient.dtype), select_rows(keep, gradient), 1
+            )
+            for gradient in self._gradients
+        ]
+
+
+def _scaled(g, factors):
+    """c·g, and zero where c is zero, whatever g holds there."""
+    g = at_least_float32(g)
+    shape = [-1] + [1] * (g.shape.rank - 1)
+    factors = tf.reshape(tf.cast(factors, g.dtype), shape)
+    return tf.math.multiply_no_nan(g, factors)
+
+
+def widest(norms: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The tensors in the widest of their types."""
+    wide = any(norm.dtype == tf.float64 for norm in norms)
+    return [tf.cast(n, tf.float64 if wide else tf.float32) for n in norms]
+
+
+def make_parts(uses: Sequence[Use]) -> list[Part]:
+    """Joins uses that share a weight."""
+    clusters: list[list[Use]] = []
+    for use in uses:
+        mine = {id(v) for v in use.term.variables}
+        joined, others = [], []
+        for cluster in clusters:
+            held = {id(v) for other in cluster for v in other.term.variables}
+            (joined if held & mine else others).append(cluster)
+        merged = [other for cluster in joined for other in cluster] + [use]
+        clusters = [*others, merged]
+    return [Part(cluster) for cluster in clusters]
