@@ -258,10 +258,7 @@ def clipped_sums(
 def _weighted_sums(parts, factors, finite, backward):
     """By id of the variable, for parts that share their factors."""
     twice = [p for p in parts if backward is not None and not p.is_half]
-    sums = {}
-    for part in parts:
-        if part not in twice:
-            sums |= part.weighted_sum(factors)
+    sums = _sums_of([part for part in parts if part not in twice], factors)
     if not twice:
         return sums
     variables = [variable for part in twice for variable in part.variables]
@@ -269,11 +266,16 @@ def _weighted_sums(parts, factors, finite, backward):
 
     def again():
         """0·inf is NaN, so one bad example would spoil the whole sum."""
-        found = {}
-        for part in twice:
-            found |= part.weighted_sum(factors)
+        found = _sums_of(twice, factors)
         pairs = zip(variables, second, strict=True)
         return [tf.cast(found[id(v)], total.dtype) for v, total in pairs]
 
     chosen = tf.cond(finite, lambda: second, again)
     return sums | dict(zip(map(id, variables), chosen, strict=True))
+
+
+def _sums_of(parts, factors):
+    sums = {}
+    for part in parts:
+        sums |= part.weighted_sum(factors)
+    return sums

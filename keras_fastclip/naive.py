@@ -30,6 +30,8 @@ def clip(
     variables = [v for v in model.trainable_variables if id(v) in group_of]
     raw = [_keras.raw(v) for v in variables]
     count = max(group_of.values()) + 1
+    wide = any(variable.dtype == "float64" for variable in variables)
+    dtype = tf.float64 if wide else tf.float32
 
     def one_example(i):
         x, y, sample_weight = keras.tree.map_structure(
@@ -45,10 +47,11 @@ def clip(
         gradients = [
             at_least_float32(tf.convert_to_tensor(g)) for g in gradients
         ]
-        squares = [tf.zeros([], gradients[0].dtype)] * count
+        squares = [tf.zeros([], dtype)] * count
         for variable, gradient in zip(variables, gradients, strict=True):
             group = group_of[id(variable)]
-            squares[group] += tf.reduce_sum(tf.square(gradient))
+            square = tf.reduce_sum(tf.square(gradient))
+            squares[group] += tf.cast(square, dtype)
         squared_norms = tf.stack(squares)[:, None]
         factors = clipping.bounded_factors(squared_norms)
         if real is not None:
@@ -56,6 +59,7 @@ def clip(
         clipped = []
         for variable, gradient in zip(variables, gradients, strict=True):
             factor = factors[group_of[id(variable)], 0]
+            factor = tf.cast(factor, gradient.dtype)
             clipped.append(
                 tf.where(
                     factor != 0, factor * gradient, tf.zeros_like(gradient)
@@ -64,7 +68,6 @@ def clip(
         return clipped, loss[0], squared_norms[:, 0], factors[:, 0]
 
     size = tf.shape(first_tensor(batch[0]))[0]
-    dtype = at_least_float32(tf.zeros([], variables[0].dtype)).dtype
     sums = [tf.zeros(v.shape, dtype) for v in variables]
     rows = [
         tf.TensorArray(keras.config.floatx(), size, element_shape=[]),

@@ -9,6 +9,9 @@ kernel of d inputs and p outputs:
 | build | of aᵀg, then dropped | 𝒜*(c·g)     | 2BTdp twice           | Bdp    |
 | keep  | of aᵀg               | c·(aᵀg)     | 2BTdp                 | Bdp    |
 
+The first two also hold g, BTp numbers, from the backward pass until the sum,
+where plain training would have let it go; what is kept takes its place.
+
 Each can be taken in several forms, told by a name behind a colon: all examples
 at once ("batched", or by the offsets of a convolution), or in a "loop" over
 them, which holds a few at a time. So "build:loop" needs no more than a few
@@ -30,7 +33,7 @@ from keras_fastclip.registry.linear import Kernel
 from keras_fastclip.registry.turns import IN_FLIGHT
 
 # Of weights, activations and their gradients, and at least so many bytes.
-BUDGET_FRACTION = 0.2
+BUDGET_FRACTION = 0.1
 LEAST_BUDGET = 32 * 2**20
 
 # Where a Gram matrix has fewer rows, tiles are not worth a loop.
@@ -155,33 +158,30 @@ def cost(item: Item, way: Way, batch: int) -> Choice:
         at_a_time = min(batch, IN_FLIGHT)
     else:
         at_a_time = batch
+    held = number * batch * kernel.cotangent
     if way.ghost:
         grams = kernel.tile if way.form == "tiles" else kernel.gram
         each = grams + kernel.copied("patches")
-        return Choice(way, 0, number * at_a_time * each)
+        return Choice(way, held, number * at_a_time * each)
     copied = number * at_a_time * kernel.copied(way.form)
     if way.keep:
         return Choice(way, number * batch * kernel.built, copied)
-    return Choice(way, 0, number * at_a_time * kernel.built + copied)
+    return Choice(way, held, number * at_a_time * kernel.built + copied)
 
 
 Clock = Callable[[Kernel, Way], float]
 
 
 def choices(item: Item, batch: int, budget: float, clock: Clock):
-    """All ways for a kernel that fit into a budget, least memory first.
-
-    The way of least memory is among them even if it does not fit.
-    """
+    """All ways for a kernel that may be part of a plan, with their seconds."""
     found = [cost(item, way, batch) for way in item.ways()]
-    found.sort(key=lambda choice: choice.memory)
-    found = [c for c in found if c.memory <= budget or c is found[0]]
     if len(found) == 1:
         return found
     scale = batch * item.calls
     return [
         dataclasses.replace(c, seconds=scale * clock(item.kernel, c.way))
         for c in found
+        if c.memory <= budget
     ]
 
 
@@ -202,16 +202,19 @@ def plan(
     Raises:
         ValueError: the budget is too small for any plan.
     """
-    options = [choices(item, batch, budget, clock) for item in items]
-    chosen = [found[0] for found in options]
-    least = required(chosen)
-    if least > budget:
-        most = max(range(len(items)), key=lambda i: chosen[i].memory)
+    smallest = smallest_plan(items, batch)
+    if required(smallest) > budget:
+        most = max(range(len(items)), key=lambda i: smallest[i].memory)
         raise ValueError(
             f"memory_budget={budget:,.0f} bytes is too small: the least that "
-            f"would do is {least:,} bytes, for layer {items[most].path!r} and "
-            f"a batch of {batch} examples."
+            f"would do is {required(smallest):,} bytes for a batch of {batch} "
+            f"examples, most of it for layer {items[most].path!r}."
         )
+    options = [choices(item, batch, budget, clock) for item in items]
+    chosen = [
+        next(choice for choice in found if choice.way == least.way)
+        for found, least in zip(options, smallest, strict=True)
+    ]
     while True:
         kept = sum(choice.kept for choice in chosen)
         *_, second, most = sorted([0, 0, *(c.passing for c in chosen)])
@@ -242,12 +245,10 @@ def required(chosen: Sequence[Choice]) -> int:
 def default_budget(
     items: Sequence[Item], weights: int, activations: int, batch: int
 ) -> float:
-    """About a tenth of what plain training takes; at least what must be.
+    """What must be, and a tenth of what plain training takes to save time.
 
     Counted are weights, their gradients, and activations of layers that have
-    weights, with their gradients. That is about half of what the process of a
-    plain training takes beyond its libraries (measured on the workloads of
-    `benchmarks/`), so a fifth of it is allowed, but no less than 32 MiB.
+    weights, with their gradients; at least 32 MiB are allowed.
 
     Args:
         items: the kernels.
@@ -255,18 +256,31 @@ def default_budget(
         activations: numbers that layers with weights return for an example.
         batch: the expected batch size.
     """
-    # Weights and gradients; activations and their cotangents.
     plain = 4 * (2 * weights + 2 * batch * activations)
-    least = required(
+    least = required(smallest_plan(items, batch))
+    return least + max(BUDGET_FRACTION * plain, LEAST_BUDGET)
+
+
+def smallest_plan(items: Sequence[Item], batch: int) -> list[Choice]:
+    """The plan that takes the least memory."""
+    options = [
+        [cost(item, way, batch) for way in item.ways()] for item in items
+    ]
+    # With a limit to what passes, each kernel may keep as little as it can.
+    limits = {choice.passing for found in options for choice in found}
+    plans = [
         [
             min(
-                (cost(item, way, batch) for way in item.ways()),
-                key=lambda choice: choice.memory,
+                (choice for choice in found if choice.passing <= limit),
+                key=lambda choice: (choice.kept, choice.passing),
+                default=None,
             )
-            for item in items
+            for found in options
         ]
-    )
-    return max(BUDGET_FRACTION * plain, LEAST_BUDGET, least)
+        for limit in limits
+    ]
+    plans = [chosen for chosen in plans if None not in chosen]
+    return min(plans, key=required, default=[])
 
 
 # Two cores with AVX2: operations and bytes a second, seconds for an example.

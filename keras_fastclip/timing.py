@@ -23,8 +23,8 @@ from keras_fastclip.registry.linear import Kernel
 from keras_fastclip.registry.terms import Rows
 from keras_fastclip.registry.turns import AT_ONCE
 
-# Operations in a run, and the most examples in it.
-_WORK, _EXAMPLES = 1e8, 32
+# Operations in a run, and the most numbers and examples in it.
+_WORK, _NUMBERS, _EXAMPLES = 1e8, 4e6, 32
 _RUNS = 3
 # Kernels with more operations for an example are not timed but reckoned.
 _TOO_MUCH = 5e9
@@ -50,7 +50,10 @@ def _measured(kernel: Kernel, way: Way | None, jit_compile: bool) -> float:
     Without a way, for the sum of gradients that are not.
     """
     work = 2 * kernel.positions * kernel.built
-    examples = int(min(max(_WORK / work, AT_ONCE), _EXAMPLES))
+    numbers = kernel.positions * kernel.blocks
+    numbers *= kernel.inputs + kernel.outputs
+    examples = min(_WORK / work, _NUMBERS / numbers, _EXAMPLES)
+    examples = max(int(examples), AT_ONCE)
     with _keras.eager_scope():
         term, g = kernel.sample(examples)
 

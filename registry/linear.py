@@ -69,6 +69,11 @@ class Kernel:
         return self.blocks * self.inputs * self.outputs
 
     @property
+    def cotangent(self) -> int:
+        """Numbers in the cotangent of an example."""
+        return self.blocks * self.positions * self.outputs
+
+    @property
     def gram(self) -> int:
         """Numbers in the two Gram matrices of an example."""
         return 2 * self.blocks * self.positions**2 if self.positions > 1 else 0
