@@ -206,6 +206,12 @@ def autocast(layer: keras.Layer):
         yield
 
 
+def computes_in_half(model: keras.Model) -> bool:
+    """Whether some layer computes in half precision."""
+    half = ("float16", "bfloat16")
+    return any(layer.compute_dtype in half for layer in layers_of(model))
+
+
 def is_quantized(layer: keras.Layer) -> bool:
     """Whether Keras runs the layer through `quantized_call`, not `call`."""
     return getattr(layer, "quantization_mode", None) is not None

@@ -375,6 +375,7 @@ class Recording:
             losses,
             [_keras.raw(weight) for weight in weights],
             output_gradients=tf.cast(factors, losses.dtype),
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
         )
         return [tf.convert_to_tensor(gradient) for gradient in found]
 

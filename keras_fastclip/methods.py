@@ -20,10 +20,12 @@ Bu, Mao & Xu (2022). Book-keeping, `bk`, is Bu et al. (2023): one backward pass
 to the ζ's, whose cotangents serve both the norms and the sum.
 
 The second backward pass is that of Σᵢ cᵢ·lossᵢ by the weights, on the record
-of the same forward pass, so with the same random numbers. Two things are left
-to 𝒜*(c·g) there: batches with an example whose gradient is not finite, which
-would spoil the sum even with a factor of zero, and weights of layers that
-compute in half precision, in which long sums are not precise enough.
+of the same forward pass, so with the same random numbers. It is left out, and
+𝒜*(c·g) taken, for batches with an example whose gradient is not finite, which
+would spoil the sum even with a factor of zero, and in models that compute in
+half precision. It rounds anew what the first pass has rounded, so where a
+backward pass cancels, the bound on an example's influence holds to rounding of
+what cancels; the other methods round the same numbers, or add a margin.
 
 Where a part of the weights has no ghost norm (the fallback for layers without
 a rule), its gradients are built; and the gradient of an embedding is the rows
@@ -72,7 +74,9 @@ class Method:
             ghost = True
         if ghost and traits.has_ghost:
             return Way("ghost")
-        return Way("build", keep=self.gradient == "keep")
+        # Biases and the like are few, and layers without a rule have no
+        # other way.
+        return Way("build", keep=self.gradient == "keep" or not traits.item)
 
 
 METHODS = {
@@ -248,34 +252,31 @@ def clipped_sums(
     if real is not None:
         factors = tf.where(real, factors, tf.zeros_like(factors))
     sums = {}
+    # Neither 0·inf nor, on some devices, a sum over nothing is zero.
+    usual = tf.reduce_all(tf.math.is_finite(squared)) & (batch_size > 0)
     for group in range(count):
         own = [part for part in parts if groups[part.path] == group]
-        finite = tf.reduce_all(tf.math.is_finite(squared))
-        sums |= _weighted_sums(own, factors[group], finite, backward)
+        sums |= _weighted_sums(own, factors[group], usual, backward)
     return sums, squared, factors
 
 
-def _weighted_sums(parts, factors, finite, backward):
+def _weighted_sums(parts, factors, usual, backward):
     """By id of the variable, for parts that share their factors."""
-    twice = [p for p in parts if backward is not None and not p.is_half]
-    sums = _sums_of([part for part in parts if part not in twice], factors)
-    if not twice:
+
+    def by_parts():
+        sums = {}
+        for part in parts:
+            sums |= part.weighted_sum(factors)
         return sums
-    variables = [variable for part in twice for variable in part.variables]
+
+    if backward is None or not parts:
+        return by_parts()
+    variables = [variable for part in parts for variable in part.variables]
     second = backward(factors, variables)
 
-    def again():
-        """0·inf is NaN, so one bad example would spoil the whole sum."""
-        found = _sums_of(twice, factors)
-        pairs = zip(variables, second, strict=True)
-        return [tf.cast(found[id(v)], total.dtype) for v, total in pairs]
+    def otherwise():
+        sums, pairs = by_parts(), zip(variables, second, strict=True)
+        return [tf.cast(sums[id(v)], total.dtype) for v, total in pairs]
 
-    chosen = tf.cond(finite, lambda: second, again)
-    return sums | dict(zip(map(id, variables), chosen, strict=True))
-
-
-def _sums_of(parts, factors):
-    sums = {}
-    for part in parts:
-        sums |= part.weighted_sum(factors)
-    return sums
+    chosen = tf.cond(usual, lambda: second, otherwise)
+    return dict(zip(map(id, variables), chosen, strict=True))

@@ -68,7 +68,9 @@ def clip(
             *naive.clip(model, batch, plan, privacy.clipping, real, training)
         )
     batch_size = tf.shape(losses.first_tensor(x))[0]
-    with Recording(plan, batch_size, method.twice) as recording:
+    # In half precision, a second pass would round what the first did not.
+    twice = method.twice and not _keras.computes_in_half(model)
+    with Recording(plan, batch_size, twice) as recording:
         y_pred = _keras.call_model(model, x, training)
         example_losses = losses.per_example_losses(
             model, x, y, y_pred, sample_weight, real
@@ -83,7 +85,7 @@ def clip(
         [unit.path for unit in plan.units],
         batch_size,
         real,
-        again if method.twice else None,
+        again if twice else None,
     )
     return Clipped(*clipped, y_pred, example_losses)
 
@@ -475,8 +477,10 @@ class DPModel(_PrivateModel, keras.Model):
             norm. Longer ones are shortened.
         noise_multiplier: σ. The noise on the sum of the clipped gradients has
             standard deviation σ·C. 0 switches privacy off.
-        method: how norms and sums are computed: "auto", "bk", "bk_mixghost",
-            "bk_mixopt" or "naive". All give the same result; see the README.
+        method: how norms and sums are computed: "auto", or by name "naive",
+            "opacus", "fastgradclip", "ghost", "mixed_ghost", "bk",
+            "bk_mixghost" or "bk_mixopt". All give the same result; see the
+            README.
         clipping: "flat" shortens gradients to C (Abadi et al., 2016);
             "automatic" normalizes them to about C (Bu et al., 2022); "global"
             drops those longer than C (Bu et al., 2021); a list or dict of
@@ -488,9 +492,14 @@ class DPModel(_PrivateModel, keras.Model):
             of single examples in them.
         seed: makes noise and sampling repeatable, for experiments on public
             data. Noise that others can repeat protects nothing.
-        memory_budget: bytes that method "auto" may spend to save time, beyond
-            the least that any method takes. By default a tenth of what plain
-            training of the model takes, and at least 32 MiB.
+        memory_budget: bytes that method "auto" may take for norms and clipped
+            sums, beyond what plain training takes; the sum itself and its
+            noise, each as large as the weights, are not counted. By default
+            the least that will do, and a tenth of what plain training of the
+            model takes (at least 32 MiB) to save time.
+        ways: by name or path of a layer, how method "auto" shall serve its
+            kernels: "ghost", "build" or "keep", perhaps with a form behind a
+            colon, as `clipping_summary` prints them.
 
     Example:
 

@@ -45,7 +45,8 @@ def clip(
             loss, raw, unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
         gradients = [
-            at_least_float32(tf.convert_to_tensor(g)) for g in gradients
+            tf.ensure_shape(at_least_float32(tf.convert_to_tensor(g)), v.shape)
+            for g, v in zip(gradients, variables, strict=True)
         ]
         squares = [tf.zeros([], dtype)] * count
         for variable, gradient in zip(variables, gradients, strict=True):

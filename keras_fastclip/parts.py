@@ -4,9 +4,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import _keras
 from keras_fastclip.capture import Use
 from keras_fastclip.planner import Item, Way
 from keras_fastclip.registry import shared
@@ -21,6 +21,10 @@ from keras_fastclip.registry.turns import (
     norm_of_one,
     norms_in_turns,
 )
+
+# Units of roundoff by which two sums of the same products may differ; as for
+# ghost norms, see `linear.rounded_up`.
+_ROUNDINGS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +62,8 @@ class Part:
         uses: the terms, with their cotangents.
         variables: the weights.
         has_adjoint: whether there is a closed form of the weighted sum.
-        is_half: whether some layer computes in half precision.
         traits: what `way` depends on.
-        way: how norms and sums are taken; the least memory unless set.
+        way: how norms and sums are taken.
     """
 
     def __init__(self, uses: list[Use]):
@@ -72,18 +75,6 @@ class Part:
         self.traits = self._find_traits()
         self.way = Way("ghost" if self.traits.prefers_ghost else "build")
         self._built: _Built | KeptInTurns | None = None
-
-    @property
-    def is_half(self) -> bool:
-        return any(
-            tensor.dtype in (tf.float16, tf.bfloat16)
-            for use in self.uses
-            for tensor in tf.nest.flatten(use.g)
-        ) or any(
-            layer.compute_dtype in ("float16", "bfloat16")
-            for use in self.uses
-            for layer in _keras.layers_of(use.unit.layer)
-        )
 
     @property
     def path(self) -> str:
@@ -129,14 +120,26 @@ class Part:
             if self.way.ghost:
                 return self._ghost_norms()
             if self.way.form == "loop" and not self.way.keep:
-                return norms_in_turns(
-                    lambda *one: norm_of_one(self._of_one(*one)),
-                    self._operands(),
-                )
+                return norms_in_turns(self._norm_of_one, self._operands())
             built = self._build()
-            if self.way.keep or not self.has_adjoint:
+            if self.way.keep or self.traits.item is None:
                 self._built = built
-            return built.squared_norms
+                return built.squared_norms
+            return self._rounded_up(built.squared_norms, self._operands())
+
+    def _norm_of_one(self, *operands):
+        return self._rounded_up(norm_of_one(self._of_one(*operands)), operands)
+
+    def _rounded_up(self, squared_norms, operands):
+        """Norms of gradients that will not be those in the sum.
+
+        The sum takes the same products anew and rounds them otherwise. Where
+        they cancel, that may be far more than the gradient; see `reach`.
+        """
+        pairs = zip(self.uses, self._by_use(operands), strict=True)
+        reach = tf.add_n([use.term.reach(*own) for use, own in pairs])
+        unit = np.finfo(reach.dtype.as_numpy_dtype).eps
+        return tf.square(tf.sqrt(squared_norms) + _ROUNDINGS * unit * reach)
 
     def _ghost_norms(self):
         if len(self.uses) > 1:
@@ -161,11 +164,13 @@ class Part:
 
     def _of_one(self, *operands):
         """The gradients of one example, (1, ...), from all uses."""
-        found, each = [], len(operands) // len(self.uses)
-        for i, use in enumerate(self.uses):
-            own = operands[i * each : (i + 1) * each]
-            found.append(use.term.of_one(*own))
+        pairs = zip(self.uses, self._by_use(operands), strict=True)
+        found = [use.term.of_one(*own) for use, own in pairs]
         return self._added(found, batched=True)
+
+    def _by_use(self, operands):
+        each = len(operands) // len(self.uses)
+        return [operands[i : i + each] for i in range(0, len(operands), each)]
 
     def _added(self, found, batched):
         """Adds up what the uses have found, in the shapes of the weights."""

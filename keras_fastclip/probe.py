@@ -619,7 +619,9 @@ class _Probe:
         """Rules must compute what their layers compute."""
         if any(call.unit.random and not call.single for call in calls):
             return  # other random numbers, so other losses
-        tolerance = max(_tolerance(losses), 1e-2 * _is_half(self.model))
+        tolerance = max(
+            _tolerance(losses), 1e-2 * _keras.computes_in_half(self.model)
+        )
         if not np.allclose(losses, self.base, rtol=tolerance, atol=tolerance):
             raise NotPrivateError(
                 "With rules in place of its layers' `call` the model computes "
@@ -939,11 +941,6 @@ def _close(found, right, tolerance):
     return np.allclose(
         found, right, rtol=tolerance, atol=tolerance * largest, equal_nan=True
     )
-
-
-def _is_half(model):
-    layers = _keras.layers_of(model)
-    return any(x.compute_dtype in ("float16", "bfloat16") for x in layers)
 
 
 def _float64(gradient):

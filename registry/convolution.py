@@ -417,7 +417,10 @@ class Convolution(Linear):
             tape.watch(kernel)
             again = self._convolve(inputs, kernel)
         g = tf.cast(g, again.dtype)
-        return tape.gradient(again, kernel, output_gradients=g)
+        gradient = tape.gradient(again, kernel, output_gradients=g)
+        # TensorFlow leaves that of a depthwise convolution of nothing unset.
+        some = tf.shape(inputs)[0] > 0
+        return tf.where(some, gradient, tf.zeros_like(gradient))
 
     def per_example(self, g, rows, form=None):
         image, other = self._operands(g)
@@ -437,22 +440,51 @@ class Convolution(Linear):
     def of_one(self, inputs, g):
         return (self._derivative(inputs[0], g[0])[None],)
 
+    def _on(self, inputs):
+        """The same on other inputs, without what comes before g."""
+        kernel = self.variables[0]
+        return type(self)(kernel, self._geometry, inputs, self._convolve)
+
+    def reach(self, inputs, g):
+        rows = inputs.shape[1]
+        image, other = self._on(_merged(inputs))._operands(_merged(g))
+        squares = self._squares(image)
+        patches = tf.add_n(list(_shifted_slices(self._geometry, squares)))
+        lengths = tf.sqrt(patches * self._squares(other))
+        spatial = list(range(1, lengths.shape.rank - 1))
+        by_group = tf.reshape(
+            tf.reduce_sum(lengths, spatial), [-1, rows, self._geometry.groups]
+        )
+        by_group = tf.reduce_sum(by_group, 1)
+        if self._blocks == 1:
+            return tf.reduce_sum(by_group, -1)
+        return tf.norm(by_group, axis=-1)
+
+    def _squares(self, tensor):
+        """(rows, *spatial, c) -> (rows, *spatial, groups), sums of squares."""
+        groups = self._geometry.groups
+        shape = tf.concat([tf.shape(tensor)[:-1], [groups, -1]], 0)
+        squares = tf.reduce_sum(tf.reshape(tf.square(tensor), shape), -1)
+        return tf.ensure_shape(squares, [*tensor.shape[:-1], groups])
+
     def omega(self, g, rows, form=None):
         if form in (None, "batched"):
             return super().omega(g, rows)
-        # Patches take more than the image, so they are cut in the loop.
-        inputs = at_least_float32(self._inputs)
-        g = tf.cast(self._cotangent(g), inputs.dtype)
+        norm = ghost_norm_by_tiles if form == "tiles" else ghost_norm
 
+        # Patches take more than the image, so they are cut in the loop.
         def of_one(inputs, g):
-            one = type(self)(
-                self.variables[0], self._geometry, inputs[0], self._convolve
-            )
-            pair = one.pair(g[0], Rows(rows.per_example))
-            norm = ghost_norm_by_tiles if form == "tiles" else ghost_norm
+            pair = self._on(inputs[0]).pair(g[0], Rows(rows.per_example))
             return norm(*pair)
 
-        return norms_in_turns(of_one, [rows.fold(inputs), rows.fold(g)])
+        return norms_in_turns(of_one, self.operands(g, rows))
+
+
+def _merged(tensor):
+    """(B, k, ...) -> (B·k, ...)."""
+    shape = tf.concat([[-1], tf.shape(tensor)[2:]], 0)
+    merged = tf.reshape(tensor, shape)
+    return tf.ensure_shape(merged, [None, *tensor.shape[2:]])
 
 
 def _offsets_together(form, geometry):

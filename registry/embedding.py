@@ -3,6 +3,7 @@
 import math
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_fastclip import _keras
@@ -178,7 +179,12 @@ class Lookup(Term):
         return (tf.reshape(summed, [-1, self._vocabulary, self._width]),)
 
     def omega(self, g, rows, form=None):
-        return lookup_norm(*self.pair(g, rows))
+        ids, g = self.pair(g, rows)
+        # The sum adds up cotangents of one id in another order, and where
+        # they cancel, its rounding counts.
+        unit = np.finfo(g.dtype.as_numpy_dtype).eps
+        reach = tf.reduce_sum(tf.norm(g, axis=-1), -1)
+        return tf.square(tf.sqrt(lookup_norm(ids, g)) + 4 * unit * reach)
 
     def prefers_omega(self, rows):
         return True

@@ -50,7 +50,12 @@ def omega(uses: Sequence[Any], form: str | None = None) -> tf.Tensor | None:
     total, largest = gram_product(a, g)
     total += lookup_norm(ids, u) + 2 * tf.reduce_sum(cross, [1, 2])
     largest += tf.reduce_sum(tf.norm(u, axis=-1), 1)
-    return rounded_up(total, tf.square(largest), a.shape[-1] + u.shape[-1])
+    return rounded_up(
+        total,
+        tf.square(largest),
+        a.shape[-1] + u.shape[-1],
+        tf.shape(a)[-2] + tf.shape(u)[-2],
+    )
 
 
 def prefers_omega(uses: Sequence[Any]) -> bool:

@@ -127,6 +127,14 @@ class Term:
         """The gradients of one example, (1, ...), from its operands."""
         raise NotImplementedError
 
+    def reach(self, *operands: tf.Tensor) -> tf.Tensor:
+        """What the gradients' norms could be if nothing cancelled, (B,).
+
+        Two ways to compute a gradient differ by no more than some units of
+        roundoff times this.
+        """
+        raise NotImplementedError
+
     def kernel(self, rows: Rows) -> Any:
         """What the choice between forms depends on; None without a choice.
 
