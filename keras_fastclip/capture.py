@@ -3,7 +3,8 @@
 While a `Recording` is open, every layer that owns trained weights runs through
 its rule, and ζ of each call is watched by the tape. The tape watches nothing
 else, so the one backward pass yields the cotangents of the ζ's and never a
-weight gradient.
+weight gradient; but for methods with a second backward pass, whose tape
+watches the weights as well.
 """
 
 import contextlib

@@ -122,18 +122,14 @@ def separable_convolution(layer, inputs):
 @register(keras.layers.Conv3DTranspose)
 def transposed_convolution(layer, inputs):
     geometry = Geometry.of(layer)
-
-    def convolve(inputs, kernel):
-        return keras.ops.conv_transpose(
-            inputs,
-            kernel,
-            strides=list(layer.strides),
-            padding=layer.padding,
-            output_padding=layer.output_padding,
-            dilation_rate=layer.dilation_rate,
-            data_format=layer.data_format,
-        )
-
+    convolve = functools.partial(
+        keras.ops.conv_transpose,
+        strides=list(layer.strides),
+        padding=layer.padding,
+        output_padding=layer.output_padding,
+        dilation_rate=layer.dilation_rate,
+        data_format=layer.data_format,
+    )
     return _with_kernel(
         layer, inputs, geometry, convolve, TransposedConvolution
     )
