@@ -73,7 +73,9 @@ class Part:
         )
         self.has_adjoint = all(use.term.has_adjoint_for(use.g) for use in uses)
         self.traits = self._find_traits()
-        self.way = Way("ghost" if self.traits.prefers_ghost else "build")
+        self.way = Way("build", keep=True)
+        if self.traits.prefers_ghost:
+            self.way = Way("ghost")
         self._built: _Built | KeptInTurns | None = None
 
     @property
