@@ -84,21 +84,11 @@ PAPER = {
 
 def totals(found):
     """Numbers an example: ghost norm, instantiated, and the less of both."""
-    items = [Item("", kernel) for kernel in found]
-    chosen = [
-        item.kernel.gram if item.prefers_ghost else item.kernel.built
-        for item in items
-    ]
-    ghost, built = (sum(map(f, found)) for f in (_gram, _built))
-    return ghost, built, sum(chosen)
-
-
-def _gram(kernel):
-    return kernel.gram
-
-
-def _built(kernel):
-    return kernel.built
+    return (
+        sum(kernel.gram for kernel in found),
+        sum(kernel.built for kernel in found),
+        sum(min(kernel.gram, kernel.built) for kernel in found),
+    )
 
 
 def _short(number):

@@ -9,7 +9,6 @@ own, plain and private in turn, and compare ratios rather than seconds.
 
 import argparse
 import json
-import resource
 import statistics
 import time
 import warnings
@@ -19,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_fastclip
+from benchmarks.processes import peak
 from benchmarks.workloads import WORKLOADS
 
 
@@ -64,10 +64,6 @@ def measure(workload, mode, batch, steps, warmup):
     return model, times
 
 
-def megabytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
@@ -84,7 +80,7 @@ def main():
         "mode": arguments.mode,
         "workload": arguments.workload,
         "batch": batch,
-        "base_rss_mb": round(megabytes(), 1),
+        "base_rss_mb": round(peak(), 1),
     }
     try:
         with warnings.catch_warnings():
@@ -99,7 +95,7 @@ def main():
         row["params"] = model.count_params()
         row["sec_per_step"] = statistics.median(times)
         row["sec_min"] = min(times)
-        row["peak_rss_mb"] = round(megabytes(), 1)
+        row["peak_rss_mb"] = round(peak(), 1)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
     print(json.dumps(row))

@@ -93,9 +93,10 @@ class Part:
             prefers = has_ghost and shared.prefers_omega(uses)
         else:
             prefers = has_ghost and uses[0].term.prefers_omega(uses[0].rows)
-        item = None if is_table else self._find_item(has_ghost)
+        path = uses[0].unit.path if uses[0].unit else ""
+        item = None if is_table else self._find_item(path, has_ghost)
         return Traits(
-            path=uses[0].unit.path if uses[0].unit else "",
+            path=path,
             weights=sum(math.prod(v.shape) for v in self.variables),
             has_ghost=has_ghost,
             prefers_ghost=prefers,
@@ -103,12 +104,10 @@ class Part:
             item=item,
         )
 
-    def _find_item(self, has_ghost):
-        uses = self.uses
-        kernels = [use.term.kernel(use.rows) for use in uses]
+    def _find_item(self, path, has_ghost):
+        kernels = [use.term.kernel(use.rows) for use in self.uses]
         if None in kernels or not self.has_adjoint:
             return None
-        path = uses[0].unit.path if uses[0].unit else ""
         if not has_ghost:
             return Item(path, kernels[0], False, len(kernels))
         positions = sum(kernel.positions for kernel in kernels)
@@ -158,7 +157,7 @@ class Part:
             use.term.per_example(use.g, use.rows, self.way.form)
             for use in self.uses
         ]
-        return _Built(self._added(found, batched=True))
+        return _Built(self._added(found, [-1]))
 
     def _operands(self):
         found = [use.term.operands(use.g, use.rows) for use in self.uses]
@@ -168,15 +167,14 @@ class Part:
         """The gradients of one example, (1, ...), from all uses."""
         pairs = zip(self.uses, self._by_use(operands), strict=True)
         found = [use.term.of_one(*own) for use, own in pairs]
-        return self._added(found, batched=True)
+        return self._added(found, [-1])
 
     def _by_use(self, operands):
         each = len(operands) // len(self.uses)
         return [operands[i : i + each] for i in range(0, len(operands), each)]
 
-    def _added(self, found, batched):
+    def _added(self, found, leading):
         """Adds up what the uses have found, in the shapes of the weights."""
-        leading = [-1] if batched else []
         total = {id(v): 0.0 for v in self.variables}
         for use, tensors in zip(self.uses, found, strict=True):
             pairs = zip(use.term.variables, tensors, strict=True)
@@ -203,7 +201,7 @@ class Part:
             )
             for use in self.uses
         ]
-        return self._added(found, batched=False)
+        return self._added(found, [])
 
 
 class _Built:

@@ -442,14 +442,16 @@ class Convolution(Linear):
         return type(self)(kernel, self._geometry, inputs, self._convolve)
 
     def reach(self, inputs, g):
-        rows = inputs.shape[1]
-        image, other = self._on(_merged(inputs))._operands(_merged(g))
+        rows = Rows(inputs.shape[1])
+        one_axis = self._on(rows.unfold(inputs))
+        image, other = one_axis._operands(rows.unfold(g))
         squares = self._squares(image)
         patches = tf.add_n(list(_shifted_slices(self._geometry, squares)))
         lengths = tf.sqrt(patches * self._squares(other))
         spatial = list(range(1, lengths.shape.rank - 1))
         by_group = tf.reshape(
-            tf.reduce_sum(lengths, spatial), [-1, rows, self._geometry.groups]
+            tf.reduce_sum(lengths, spatial),
+            [-1, rows.per_example, self._geometry.groups],
         )
         by_group = tf.reduce_sum(by_group, 1)
         if self._blocks == 1:
@@ -474,13 +476,6 @@ class Convolution(Linear):
             return norm(*pair)
 
         return norms_in_turns(of_one, self.operands(g, rows))
-
-
-def _merged(tensor):
-    """(B, k, ...) -> (B·k, ...)."""
-    shape = tf.concat([[-1], tf.shape(tensor)[2:]], 0)
-    merged = tf.reshape(tensor, shape)
-    return tf.ensure_shape(merged, [None, *tensor.shape[2:]])
 
 
 def _offsets_together(form, geometry):

@@ -1,7 +1,5 @@
 """Parameter-efficient training: what is frozen costs nothing."""
 
-import collections
-
 import keras
 import numpy as np
 import pytest
@@ -9,6 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_fastclip
+from tests.graphs import count_products, used_operations
 
 
 def private(prepare, shape=(4,)):
@@ -31,13 +30,7 @@ def private(prepare, shape=(4,)):
 
 def products(model, x, y):
     """How many matrix products a step computes."""
-    step = tf.function(model.clipped_gradients).get_concrete_function(x, y)
-    # TensorFlow traces more than is used, and drops it before it runs.
-    used = tf.compat.v1.graph_util.extract_sub_graph(
-        step.graph.as_graph_def(), [t.op.name for t in step.outputs]
-    )
-    types = collections.Counter(node.op for node in used.node)
-    return sum(count for name, count in types.items() if "MatMul" in name)
+    return count_products(used_operations(model.clipped_gradients, x, y))
 
 
 def captured(model, x, y):

@@ -1,7 +1,5 @@
 """All methods give one clipped sum, and each does the work it is known for."""
 
-import collections
-
 import keras
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import keras_fastclip
 from keras_fastclip import methods
 from keras_fastclip.checking import loop_over_examples
 from keras_fastclip.methods import METHODS
+from tests.graphs import count_products, used_operations
 from tests.test_zoo import private, relative_error
 from tests.zoo import BATCH, ZOO, cross_entropy, labels, random
 
@@ -279,15 +278,6 @@ def test_half_precision_above_a_layer_does_not_round_its_sum(method):
 # -- what each method costs -------------------------------------------------
 
 
-def used(function, *arguments):
-    """How often each operation is in the graph, and is used."""
-    step = tf.function(function).get_concrete_function(*arguments)
-    graph = tf.compat.v1.graph_util.extract_sub_graph(
-        step.graph.as_graph_def(), [t.op.name for t in step.outputs]
-    )
-    return collections.Counter(node.op for node in graph.node)
-
-
 def plain_step(model, loss):
     def step(x, y):
         with tf.GradientTape() as tape:
@@ -313,10 +303,6 @@ def dense_stack(method=None):
     return model
 
 
-def count_products(operations):
-    return sum(n for name, n in operations.items() if "MatMul" in name)
-
-
 # Forward, and backward to the inputs of all layers but the first.
 ONCE = LAYERS + (LAYERS - 1)
 PLAIN = ONCE + LAYERS
@@ -337,12 +323,12 @@ KEPT = LAYERS  # weighted sums of kept gradients
 )
 def test_products_of_a_stack_of_dense_layers(method, products):
     x = tf.constant(random(BATCH, POSITIONS, 7))
-    plain = used(
+    plain = used_operations(
         plain_step(dense_stack(), keras.losses.mean_squared_error), x, x
     )
     assert count_products(plain) == PLAIN
     model = dense_stack(method)
-    found = used(lambda x, y: model.clipped_gradients(x, y)[0], x, x)
+    found = used_operations(lambda x, y: model.clipped_gradients(x, y)[0], x, x)
     assert count_products(found) == products
 
 
@@ -355,8 +341,8 @@ def test_vectors_take_no_products_for_their_norms():
     )
     model.compile("sgd", "mse")
     x = tf.constant(random(BATCH, 7))
-    found = used(lambda x, y: model.clipped_gradients(x, y)[0], x, x)
-    plain = used(
+    found = used_operations(lambda x, y: model.clipped_gradients(x, y)[0], x, x)
+    plain = used_operations(
         plain_step(
             keras.Model(inputs, model.output), keras.losses.mean_squared_error
         ),
@@ -388,7 +374,7 @@ def test_convolutions_of_a_stack(method, forward, inputs, filters):
     )
     model.compile("sgd", "mse")
     x = tf.constant(random(BATCH, 8, 8, 3))
-    found = used(lambda x, y: model.clipped_gradients(x, y)[0], x, x)
+    found = used_operations(lambda x, y: model.clipped_gradients(x, y)[0], x, x)
     assert found["Conv2D"] == forward
     assert found["Conv2DBackpropInput"] == inputs
     assert found["Conv2DBackpropFilter"] == filters
