@@ -1,6 +1,11 @@
 """Fast, exact differentially private training for Keras 3 on TensorFlow."""
 
-from keras_fastclip.callbacks import EpsilonTracker
+from keras_fastclip.accounting import calibrate_noise
+from keras_fastclip.callbacks import (
+    EpsilonTracker,
+    GradientNormMonitor,
+    PrivacyBudget,
+)
 from keras_fastclip.checking import GradientReport, check_gradients
 from keras_fastclip.clipping import (
     AutomaticClipping,
@@ -9,7 +14,9 @@ from keras_fastclip.clipping import (
     GlobalClipping,
     PerLayerClipping,
 )
+from keras_fastclip.dials import AdaptiveNorm
 from keras_fastclip.model import DPModel, DPSequential, make_private
+from keras_fastclip.privacy import BudgetExceededError
 from keras_fastclip.probe import NotPrivateError
 from keras_fastclip.registry import (
     LayerRegistry,
@@ -18,22 +25,29 @@ from keras_fastclip.registry import (
     register,
 )
 from keras_fastclip.replacement import replace_batch_normalization
+from keras_fastclip.sampling import PoissonDataset
 from keras_fastclip.summary import clipping_summary
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AdaptiveNorm",
     "AutomaticClipping",
+    "BudgetExceededError",
     "Clipping",
     "DPModel",
     "DPSequential",
     "EpsilonTracker",
     "FlatClipping",
     "GlobalClipping",
+    "GradientNormMonitor",
     "GradientReport",
     "LayerRegistry",
     "NotPrivateError",
     "PerLayerClipping",
+    "PoissonDataset",
+    "PrivacyBudget",
+    "calibrate_noise",
     "check_gradients",
     "clipping_summary",
     "default_registry",

@@ -6,6 +6,8 @@ Keras changes what it relies on.
 
 import contextlib
 import functools
+import os
+import zipfile
 from typing import Any
 
 import keras
@@ -16,15 +18,19 @@ from keras.src.backend.common.variables import AutocastScope
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
 from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import global_seed_generator
+from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
+from keras.src.saving.saving_lib import H5IOStore, ShardedH5IOStore
 from keras.src.trainers.data_adapters.data_adapter_utils import (
     class_weight_to_sample_weights,
 )
+from keras.src.utils.python_utils import pythonify_logs
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context as tf_context
 
 __all__ = [
     "Functional",
+    "KerasSaveable",
     "class_weight_to_sample_weights",
 ]
 
@@ -385,6 +391,34 @@ def eager_scope():
             yield
         finally:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+
+@contextlib.contextmanager
+def weights_store(path: str | os.PathLike):
+    """The store of weights in a `.keras` or weights file, to read from."""
+    path = os.fspath(path)
+    with contextlib.ExitStack() as stack:
+        if path.endswith(".keras"):
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            store = H5IOStore("model.weights.h5", archive, mode="r")
+        elif path.endswith(".json"):
+            store = ShardedH5IOStore(path, mode="r")
+        else:
+            store = H5IOStore(path, mode="r")
+        stack.callback(store.close)
+        yield store
+
+
+def train_on(model: keras.Model, data: Any) -> dict[str, Any]:
+    """One step on what a train step takes, as `train_on_batch` makes it."""
+    model.make_train_function()
+    model.reset_metrics()
+    return pythonify_logs(model.train_function(iter([data])))
+
+
+def in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """The logs as `train_on_batch` returns them if not as a dict."""
+    return model._flatten_metrics_in_order(logs)
 
 
 def save_as(cls: type, original: type) -> None:

@@ -1,39 +1,50 @@
 """What happened to the data, and what that costs in privacy.
 
-A `Ledger` lists the steps that were taken and how each was made: a mechanism
-and a number of steps. It turns into a `DpEvent`, and `dp_accounting` turns
-that into epsilon; no privacy bound is computed by code of this package.
+A `Ledger` lists the steps that were taken: by which mechanism, how many, and
+in how many of them a single example can have taken part. It turns into a
+`DpEvent`, and `dp_accounting` turns that into epsilon; no privacy bound is
+computed by code of this package.
 
-Formal guarantee: data sets are neighbours if one example is added or removed
-(`ADD_OR_REMOVE_ONE`), and every epsilon returned is an upper bound at the
-given delta for the composition of all recorded steps, provided each step was
-what its mechanism says.
+Formal guarantee: every epsilon returned is an upper bound at the given delta
+for the composition of all recorded steps, provided each step was what its
+mechanism says. Data sets are neighbours if one example is added or removed
+(`ADD_OR_REMOVE_ONE`) where batches are drawn by Poisson sampling, and if one
+example is replaced by one that contributes nothing (`REPLACE_SPECIAL`) where
+they are cut from passes over the data, since removing a row would move the
+borders of the batches. The figures are the same under both.
 """
 
-import contextlib
 import dataclasses
 import functools
-import logging
 import math
 import operator
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import dp_accounting
-import numpy as np
-from dp_accounting import pld, rdp
 
-_NEIGHBORS = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+from keras_fastclip import _accountants, _validate
+from keras_fastclip.statement import statement
+
+__all__ = [
+    "ACCOUNTANTS",
+    "SAMPLINGS",
+    "Entry",
+    "Epsilon",
+    "Ledger",
+    "Mechanism",
+    "Passes",
+    "PoissonSampling",
+    "Unaccounted",
+    "calibrate_noise",
+    "check_accountant",
+    "check_delta",
+    "mechanism_from_config",
+    "statement",
+]
 
 ACCOUNTANTS = ("rdp", "pld")
-
-# The grid of the privacy loss distribution. It is that fine up to an epsilon
-# of 20 and grows with epsilon beyond: a fixed grid would have a number of
-# points that grows with epsilon too (no answer within minutes at a noise
-# multiplier of 0.01). Any grid gives an upper bound.
-_PLD_INTERVAL = 1e-4
-_PLD_INTERVAL_UP_TO = 20.0
+SAMPLINGS = ("poisson", "shuffle")
 
 # Below this, epsilon is beyond 1e11 and the accountants overflow or fail to
 # converge. Such a step counts as one without noise.
@@ -54,8 +65,56 @@ def check_accountant(accountant: str) -> None:
         )
 
 
+# The mechanisms: how steps were made.
+
+
+class _Mechanism:
+    """Configs of the dataclasses below, told apart by `kind`."""
+
+    kind: ClassVar[str]
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns a JSON-able description."""
+        return {"kind": self.kind, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Mechanism":
+        """Makes the mechanism from `get_config()`."""
+        return cls(**{k: v for k, v in config.items() if k != "kind"})
+
+
+class _GaussianNoise(_Mechanism):
+    """What the mechanisms with Gaussian noise on the sum have in common."""
+
+    num_examples: int
+    noise_multiplier: float
+
+    def __post_init__(self):
+        # Plain numbers whatever came in, so that configs are JSON.
+        for field in dataclasses.fields(self):
+            plain = operator.index if field.type is int else float
+            value = plain(getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+        _validate.positive_integer(num_examples=self.num_examples)
+        _validate.non_negative(noise_multiplier=self.noise_multiplier)
+
+    @property
+    def is_noiseless(self) -> bool:
+        """Whether the noise is too small for any finite epsilon."""
+        return self.noise_multiplier < _NO_NOISE
+
+    def event(self, uses: int) -> dp_accounting.DpEvent:
+        """Returns the privacy event of that many uses of one example."""
+        event = dp_accounting.GaussianDpEvent(self.noise_multiplier)
+        if self.sampling_probability < 1:
+            event = dp_accounting.PoissonSampledDpEvent(
+                self.sampling_probability, event
+            )
+        return dp_accounting.SelfComposedDpEvent(event, uses)
+
+
 @dataclasses.dataclass(frozen=True)
-class PoissonSampling:
+class PoissonSampling(_GaussianNoise):
     """Steps on Poisson-sampled batches, with Gaussian noise on the sum.
 
     Args:
@@ -73,56 +132,47 @@ class PoissonSampling:
     noise_multiplier: float
 
     def __post_init__(self):
-        # Plain numbers whatever came in, so that configs are JSON.
-        n = operator.index(self.num_examples)
-        b = operator.index(self.expected_batch_size)
-        sigma = float(self.noise_multiplier)
+        super().__post_init__()
+        n, b = self.num_examples, self.expected_batch_size
         if not 1 <= b <= n:
             raise ValueError(
                 "expected_batch_size must be positive and at most "
                 f"num_examples. Received: expected_batch_size={b}, "
                 f"num_examples={n}."
             )
-        if not 0 <= sigma < math.inf:
-            raise ValueError(
-                "noise_multiplier must be finite and not negative. "
-                f"Received: noise_multiplier={sigma}."
-            )
-        object.__setattr__(self, "num_examples", n)
-        object.__setattr__(self, "expected_batch_size", b)
-        object.__setattr__(self, "noise_multiplier", sigma)
 
     @property
     def sampling_probability(self) -> float:
         """The probability q that one example is in one batch."""
         return self.expected_batch_size / self.num_examples
 
+
+@dataclasses.dataclass(frozen=True)
+class Passes(_GaussianNoise):
+    """Steps on batches from passes in which each example comes once.
+
+    Nothing is gained from the order of the examples, known or not: each use
+    of an example is one Gaussian mechanism.
+
+    Args:
+        num_examples: The number of examples N.
+        noise_multiplier: The standard deviation σ of the noise over the
+            largest norm of one example's contribution.
+    """
+
+    kind: ClassVar[str] = "passes"
+
+    num_examples: int
+    noise_multiplier: float
+
     @property
-    def is_noiseless(self) -> bool:
-        """Whether the noise is too small for any finite epsilon."""
-        return self.noise_multiplier < _NO_NOISE
-
-    def event(self, steps: int) -> dp_accounting.DpEvent:
-        """Returns the privacy event of that many steps."""
-        event = dp_accounting.GaussianDpEvent(self.noise_multiplier)
-        if self.sampling_probability < 1:
-            event = dp_accounting.PoissonSampledDpEvent(
-                self.sampling_probability, event
-            )
-        return dp_accounting.SelfComposedDpEvent(event, steps)
-
-    def get_config(self) -> dict[str, Any]:
-        """Returns a JSON-able description."""
-        return {"kind": self.kind, **dataclasses.asdict(self)}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "PoissonSampling":
-        """Makes the mechanism from `get_config()`."""
-        return cls(**_without_kind(config))
+    def sampling_probability(self) -> float:
+        """One: a use is a use."""
+        return 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Unaccounted:
+class Unaccounted(_Mechanism):
     """Steps for which no finite epsilon can be stated.
 
     Args:
@@ -133,25 +183,16 @@ class Unaccounted:
 
     reason: str
 
-    def event(self, steps: int) -> dp_accounting.DpEvent:
+    def event(self, uses: int) -> dp_accounting.DpEvent:
         """Returns the privacy event: no guarantee at all."""
         return dp_accounting.SelfComposedDpEvent(
-            dp_accounting.NonPrivateDpEvent(), steps
+            dp_accounting.NonPrivateDpEvent(), uses
         )
 
-    def get_config(self) -> dict[str, Any]:
-        """Returns a JSON-able description."""
-        return {"kind": self.kind, **dataclasses.asdict(self)}
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "Unaccounted":
-        """Makes the mechanism from `get_config()`."""
-        return cls(**_without_kind(config))
+Mechanism = PoissonSampling | Passes | Unaccounted
 
-
-Mechanism = PoissonSampling | Unaccounted
-
-_MECHANISMS = {cls.kind: cls for cls in (PoissonSampling, Unaccounted)}
+_MECHANISMS = {cls.kind: cls for cls in (PoissonSampling, Passes, Unaccounted)}
 
 
 def mechanism_from_config(config: dict[str, Any]) -> Mechanism:
@@ -164,11 +205,50 @@ def mechanism_from_config(config: dict[str, Any]) -> Mechanism:
     return _MECHANISMS[kind].from_config(config)
 
 
+# The ledger.
+
+
 class Entry(NamedTuple):
-    """A number of consecutive steps made by one mechanism."""
+    """A number of consecutive steps made by one mechanism.
+
+    Privacy depends on `uses`, the number of these steps in which one single
+    example can have taken part at most.
+    """
 
     mechanism: Mechanism
     steps: int
+    uses: int
+
+
+class Epsilon(float):
+    """An epsilon that knows what it is the epsilon of.
+
+    A float in all that it does; results of arithmetic are plain floats.
+
+    Attributes:
+        delta: The delta at which it holds.
+        accountant: The accountant that computed it.
+        event: The `DpEvent` of all that was done.
+        reasons: Why it is infinite, in words that can follow "because";
+            empty if it is finite.
+    """
+
+    def __new__(
+        cls,
+        value: float,
+        *,
+        delta: float,
+        accountant: str,
+        event: dp_accounting.DpEvent,
+        reasons: tuple[str, ...] = (),
+    ):
+        self = super().__new__(cls, value)
+        self.delta, self.accountant = delta, accountant
+        self.event, self.reasons = event, reasons
+        return self
+
+    def __getnewargs_ex__(self):  # For pickle and copy.
+        return (float(self),), vars(self)
 
 
 class Ledger:
@@ -182,6 +262,13 @@ class Ledger:
     2.6
     >>> round(ledger.epsilon(1e-5, accountant="pld"), 3)
     2.385
+
+    The same batches cut from 60 passes over shuffled data cost more:
+
+    >>> ledger = Ledger()
+    >>> ledger.record(Passes(60_000, 1.1), steps=60 * 235, uses=60)
+    >>> round(ledger.epsilon(1e-5), 3)
+    54.046
     """
 
     def __init__(self):
@@ -205,25 +292,47 @@ class Ledger:
         """The number of steps recorded, by whatever mechanism."""
         return sum(entry.steps for entry in self._entries)
 
-    def record(self, mechanism: Mechanism, steps: int) -> None:
+    def record(
+        self, mechanism: Mechanism, steps: int, uses: int | None = None
+    ) -> None:
         """Adds steps that were taken.
 
         Args:
             mechanism: How the steps were made.
-            steps: How many. Zero is no entry.
+            steps: How many.
+            uses: In how many of them one single example can have taken part
+                at most; by default in all. May be given without steps, for
+                steps that are on record already. Neither is no entry.
         """
         steps = operator.index(steps)
+        uses = steps if uses is None else operator.index(uses)
         if steps < 0:
             raise ValueError(f"steps must not be negative. Received: {steps=}.")
-        if steps == 0:
+        if uses < 0:
+            raise ValueError(f"uses must not be negative. Received: {uses=}.")
+        if steps == uses == 0:
             return
         if self._entries and self._entries[-1].mechanism == mechanism:
-            steps += self._entries.pop().steps
-        self._entries.append(Entry(mechanism, steps))
+            before = self._entries.pop()
+            steps, uses = before.steps + steps, before.uses + uses
+        self._entries.append(Entry(mechanism, steps, uses))
+
+    def plus(
+        self, mechanism: Mechanism, steps: int, uses: int | None = None
+    ) -> "Ledger":
+        """Returns a ledger with further steps; this one stays as it is."""
+        ledger = Ledger()
+        ledger._entries = list(self._entries)
+        ledger.record(mechanism, steps, uses)
+        return ledger
 
     def event(self) -> dp_accounting.DpEvent:
         """Returns the composition of everything recorded."""
-        events = [mechanism.event(n) for mechanism, n in self._entries]
+        events = [
+            entry.mechanism.event(entry.uses)
+            for entry in self._entries
+            if entry.uses
+        ]
         if not events:
             return dp_accounting.NoOpDpEvent()
         return dp_accounting.ComposedDpEvent(events)
@@ -233,10 +342,22 @@ class Ledger:
         return tuple(
             dict.fromkeys(
                 mechanism.reason
-                for mechanism, _ in self._entries
-                if isinstance(mechanism, Unaccounted)
+                for mechanism, _, uses in self._entries
+                if uses and isinstance(mechanism, Unaccounted)
             )
         )
+
+    def obstacles(self) -> tuple[str, ...]:
+        """Returns why no finite epsilon exists, if so, after "because"."""
+        reasons = self.unaccounted_reasons()
+        if any(
+            uses
+            and isinstance(mechanism, _GaussianNoise)
+            and mechanism.is_noiseless
+            for mechanism, _, uses in self._entries
+        ):
+            reasons += ("steps were taken without noise",)
+        return reasons
 
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """Returns an upper bound of epsilon for everything recorded.
@@ -245,7 +366,8 @@ class Ledger:
             delta: The delta of (epsilon, delta), in (0, 1).
             accountant: `"rdp"` (Rényi; milliseconds once a mechanism was
                 seen) or `"pld"` (privacy loss distributions; tighter, a
-                second or more).
+                second or less). Where no step gains from sampling, both
+                return the exact figure.
 
         Returns:
             Epsilon; 0 if nothing was recorded, infinity if some steps are
@@ -253,20 +375,97 @@ class Ledger:
         """
         check_delta(delta)
         check_accountant(accountant)
-        if not self._entries:
-            return 0.0
-        if _obstacles(self):
+        if self.obstacles():
             return math.inf
-        if accountant == "rdp":
-            return _rdp_epsilon(self.entries, delta)
-        return _pld_epsilon(self.entries, delta)
+        return _accountants.epsilon(self._parts(), delta, accountant)
+
+    def epsilon_without_amplification(self, delta: float) -> float:
+        """Returns epsilon if it were known which examples each batch held."""
+        check_delta(delta)
+        if self.obstacles():
+            return math.inf
+        return _accountants.gaussian_epsilon(self._parts(), delta)
+
+    def spent(self, delta: float, accountant: str = "pld") -> Epsilon:
+        """Returns `epsilon()` with what it stands for; see `Epsilon`."""
+        value = self.epsilon(delta, accountant)
+        reasons = ()
+        if math.isinf(value):
+            reasons = self.obstacles() or (
+                "the accountant finds no finite epsilon at so small a delta",
+            )
+        return Epsilon(
+            value,
+            delta=delta,
+            accountant=accountant,
+            event=self.event(),
+            reasons=reasons,
+        )
+
+    def uses_within(
+        self,
+        mechanism: Mechanism,
+        epsilon: float,
+        delta: float,
+        at_most: int,
+        accountant: str = "pld",
+    ) -> int:
+        """Returns how many further uses of a mechanism a budget allows.
+
+        Args:
+            mechanism: How the further steps would be made.
+            epsilon: The epsilon that must not be exceeded.
+            delta: The delta at which it is taken, in (0, 1).
+            at_most: The number beyond which the answer does not matter.
+            accountant: `"rdp"` or `"pld"`, as in `epsilon`.
+
+        Returns:
+            The largest n up to `at_most` for which this ledger with n further
+            uses stays at or below epsilon; 0 if there is none. With one more,
+            epsilon would be exceeded.
+
+        Example:
+
+        >>> run = PoissonSampling(60_000, 256, 1.1)
+        >>> Ledger().uses_within(run, epsilon=2, delta=1e-5, at_most=14_100)
+        10206
+        """
+        _validate.positive(epsilon=epsilon)
+        _validate.non_negative_integer(at_most=at_most)
+
+        def cost(n, accountant=accountant):
+            return self.plus(mechanism, n).epsilon(delta, accountant)
+
+        def estimate(ratio):  # If PLD is this much of RDP everywhere.
+            return largest(
+                lambda n: cost(n, "rdp") * ratio <= epsilon, 0, at_most + 1
+            )
+
+        at_most = int(at_most)
+        if cost(at_most) <= epsilon:
+            return at_most
+        if accountant == "rdp" or math.isinf(cost(1, "rdp")):
+            return largest(lambda n: cost(n) <= epsilon, 0, at_most)
+        # A PLD takes long, so RDP says where to look: the ratio of the two
+        # changes little with n. Then by halves, should that not have led to
+        # the end.
+        low, high, ratio = 0, at_most, 1.0
+        for _ in range(8):
+            if high - low <= 1:
+                break
+            n = min(max(estimate(ratio), low + 1), high - 1)
+            value = cost(n)
+            low, high = (n, high) if value <= epsilon else (low, n)
+            if 0 < value < math.inf:
+                ratio = value / cost(n, "rdp")
+        return largest(lambda n: cost(n) <= epsilon, low, high)
 
     def get_config(self) -> dict[str, Any]:
         """Returns a JSON-able description."""
         return {
             "entries": [
-                {"mechanism": mechanism.get_config(), "steps": steps}
-                for mechanism, steps in self._entries
+                {**entry._asdict(), "mechanism": entry.mechanism.get_config()}
+                for entry in self._entries
             ]
         }
 
@@ -276,258 +475,174 @@ class Ledger:
         ledger = cls()
         for entry in config["entries"]:
             ledger.record(
-                mechanism_from_config(entry["mechanism"]), entry["steps"]
+                mechanism_from_config(entry["mechanism"]),
+                entry["steps"],
+                entry.get("uses"),
             )
         return ledger
 
+    def _parts(self) -> tuple[_accountants.Part, ...]:
+        """Merges what costs the same; what was used last comes last."""
+        total = {}
+        for mechanism, _, uses in self._entries:
+            if uses:
+                key = mechanism.sampling_probability, mechanism.noise_multiplier
+                total[key] = total.pop(key, 0) + uses
+        return tuple(
+            _accountants.Part(*key, uses) for key, uses in total.items()
+        )
 
-def statement(
-    ledger: Ledger, delta: float, *, l2_norm_clip: float, seeded: bool = False
-) -> str:
-    """Writes the privacy guarantee of a training run in plain English.
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number from low that fits, if high does not, by halves."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+# Calibration.
+
+
+def calibrate_noise(
+    target_epsilon: float,
+    delta: float,
+    num_examples: int,
+    batch_size: int,
+    epochs: int,
+    *,
+    sampling: str = "poisson",
+    steps_per_epoch: int | None = None,
+    accountant: str = "pld",
+    ledger: Ledger | None = None,
+) -> float:
+    """Returns the least noise that keeps a training run within a budget.
 
     Args:
-        ledger: The steps that were taken.
-        delta: The delta at which epsilon is stated, in (0, 1).
-        l2_norm_clip: The bound C on the norm of one example's gradient.
-        seeded: Whether the noise came from a fixed seed.
+        target_epsilon: The epsilon of the whole run, at most.
+        delta: The delta at which it is taken, in (0, 1).
+        num_examples: The number of examples N.
+        batch_size: The batch size b; with Poisson sampling the mean.
+        epochs: The number of epochs.
+        sampling: `"poisson"` for batches drawn by Poisson sampling, or
+            `"shuffle"` for passes in which each example comes once, where
+            every epoch begins a new pass.
+        steps_per_epoch: The number of steps an epoch; by default ⌈N / b⌉.
+        accountant: `"pld"`, or `"rdp"`, which is faster and asks for more
+            noise.
+        ledger: What was spent on the same data before, if anything; it counts
+            towards the target.
 
     Returns:
-        Text of several paragraphs: what was done, what is guaranteed, what
-        the figures mean and what is not covered.
+        The noise multiplier σ. Epsilon as in `Ledger.epsilon` is at or below
+        the target for it, and above for one that is 0.02 per cent smaller.
+
+    Raises:
+        ValueError: If the target cannot be met, whatever the noise.
+
+    Example:
+
+    >>> sigma = calibrate_noise(3.0, 1e-5, 60_000, 256, epochs=60)
+    >>> round(sigma, 3)
+    0.969
     """
+    _validate.positive(target_epsilon=target_epsilon)
     check_delta(delta)
-    epsilon = ledger.epsilon(delta, accountant="pld")
-    paragraphs = [
-        "PRIVACY STATEMENT",
-        *_what_was_done(ledger, l2_norm_clip),
-        *_what_is_guaranteed(ledger, delta, epsilon),
-    ]
-    if math.isfinite(epsilon):
-        paragraphs += _what_it_means(ledger, delta, epsilon)
-    if seeded:
-        paragraphs.append(
-            "Warning. The noise came from a fixed seed. Whoever knows the seed "
-            "can take the noise away again: against them there is no guarantee."
+    _validate.positive_integer(
+        num_examples=num_examples, batch_size=batch_size, epochs=epochs
+    )
+    if batch_size > num_examples:
+        raise ValueError(
+            "`batch_size` must be at most `num_examples`; received "
+            f"batch_size={batch_size}, num_examples={num_examples}."
         )
-    paragraphs += _what_is_not_covered()
-    return "\n\n".join(_wrap(paragraph) for paragraph in paragraphs) + "\n"
+    _validate.one_of(SAMPLINGS, sampling=sampling)
+    check_accountant(accountant)
+    in_a_pass = math.ceil(num_examples / batch_size)
+    if steps_per_epoch is None:
+        steps_per_epoch = in_a_pass
+    _validate.positive_integer(steps_per_epoch=steps_per_epoch)
+    before = Ledger() if ledger is None else ledger
 
+    def planned(sigma: float) -> Ledger:
+        if sampling == "poisson":
+            mechanism = PoissonSampling(num_examples, batch_size, sigma)
+            return before.plus(mechanism, epochs * steps_per_epoch)
+        passes = epochs * math.ceil(steps_per_epoch / in_a_pass)
+        return before.plus(Passes(num_examples, sigma), passes)
 
-def _without_kind(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "kind"}
-
-
-def _obstacles(ledger: Ledger) -> list[str]:
-    """Reasons why no finite epsilon exists, each following "because"."""
-    reasons = list(ledger.unaccounted_reasons())
-    if any(
-        isinstance(mechanism, PoissonSampling) and mechanism.is_noiseless
-        for mechanism, _ in ledger.entries
+    spent = before.epsilon(delta, accountant)
+    if spent >= target_epsilon:
+        raise ValueError(
+            f"target_epsilon={target_epsilon} cannot be met at {delta=}: the "
+            f"steps on record have spent epsilon = {spent:.6g} already."
+        )
+    # RDP, which takes less time, says where to look with PLD; where it never
+    # gets that low, PLD has to find its own way.
+    sigma = _least_noise(planned, target_epsilon, delta, "rdp", 1.0, 1.5, 1e-6)
+    if accountant == "pld" and not _accountants.is_gaussian(
+        planned(1.0)._parts()
     ):
-        reasons.append("steps were taken without noise")
-    return reasons
-
-
-# The accountants. Both see only entries with noise, and at least one.
-
-
-@functools.lru_cache(maxsize=1024)
-def _rdp_orders_and_curve(
-    sampling_probability: float, noise_multiplier: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the Rényi orders and the divergences of one step.
-
-    Divergences add up over steps, so one curve serves any number of them; it
-    takes 0.1 s to compute and is needed again at every report.
-    """
-    step = dp_accounting.PoissonSampledDpEvent(
-        sampling_probability, dp_accounting.GaussianDpEvent(noise_multiplier)
-    )
-    accountant = rdp.RdpAccountant(neighboring_relation=_NEIGHBORS)
-    with _quiet():
-        accountant.compose(step)
-    return accountant.orders, accountant.rdp
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps quiet about orders that the accountant leaves out.
-
-    The bound is the least over the orders, so leaving some out is harmless.
-    """
-    logger = logging.getLogger("absl")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def _rdp_epsilon(entries: tuple[Entry, ...], delta: float) -> float:
-    total = 0.0
-    for mechanism, steps in entries:
-        orders, curve = _rdp_orders_and_curve(
-            mechanism.sampling_probability, mechanism.noise_multiplier
+        start, factor = (sigma, 1.05) if sigma else (1.0, 1.5)
+        sigma = _least_noise(
+            planned, target_epsilon, delta, "pld", start, factor, 1e-4
         )
-        total = total + steps * curve
-    epsilon, _ = rdp.compute_epsilon(orders, total, delta)
-    return float(epsilon)
+    if sigma is None:
+        raise ValueError(
+            f"target_epsilon={target_epsilon} cannot be met at {delta=} with "
+            f"{accountant=}, whatever the noise: the steps on record have "
+            f"spent epsilon = {spent:.6g}."
+        )
+    return sigma
 
 
-@functools.lru_cache(maxsize=128)
-def _pld_epsilon(entries: tuple[Entry, ...], delta: float) -> float:
-    scale = max(1.0, _rdp_epsilon(entries, delta) / _PLD_INTERVAL_UP_TO)
-    accountant = pld.PLDAccountant(
-        _NEIGHBORS, value_discretization_interval=_PLD_INTERVAL * scale
-    )
-    for mechanism, steps in entries:
-        accountant.compose(mechanism.event(steps))
-    return float(accountant.get_epsilon(delta))
+def _least_noise(
+    planned: Callable[[float], Ledger],
+    target: float,
+    delta: float,
+    accountant: str,
+    start: float,
+    factor: float,
+    tolerance: float,
+) -> float | None:
+    """The least noise, within a relative tolerance; None if there is none."""
 
+    def fits(sigma):
+        return planned(sigma).epsilon(delta, accountant) <= target
 
-def _epsilon_without_amplification(
-    entries: tuple[Entry, ...], delta: float
-) -> float:
-    """Epsilon if it were known which examples each batch held.
-
-    The composition of Gaussian mechanisms is a Gaussian mechanism, so this is
-    exact.
-    """
-    precision = sum(n / m.noise_multiplier**2 for m, n in entries)
+    low = high = start
+    while not fits(high):
+        low, high, factor = high, high * factor, min(factor**2, 4.0)
+        if high > 1e12:
+            return None
+    while low == high or fits(low):
+        low, high, factor = low / factor, low, min(factor**2, 4.0)
     return float(
-        dp_accounting.get_epsilon_gaussian(1 / math.sqrt(precision), delta)
-    )
-
-
-# The paragraphs of the statement.
-
-
-def _what_was_done(ledger: Ledger, l2_norm_clip: float) -> list[str]:
-    if not ledger.entries:
-        return [
-            "What was done. No training step was taken, so the model has not "
-            "used the data."
-        ]
-    return [
-        "What was done. The model was trained step by step on batches of "
-        "examples. In each step the influence of every single example on the "
-        "model (the Euclidean norm of its gradient) was limited to "
-        f"at most {l2_norm_clip:g}, the limited contributions were added up, "
-        "and random noise was added to the sum. The noise multiplier below "
-        "is the standard deviation of that noise divided by the limit. The "
-        f"steps taken, {ledger.total_steps:,} in all:",
-        *(_describe(mechanism, steps) for mechanism, steps in ledger.entries),
-    ]
-
-
-def _describe(mechanism: Mechanism, steps: int) -> str:
-    if isinstance(mechanism, Unaccounted):
-        return (
-            f"- {steps:,} steps that cannot be accounted for, because "
-            f"{mechanism.reason}."
+        dp_accounting.calibrate_dp_mechanism(
+            functools.partial(_Reading, accountant),
+            planned,
+            target,
+            delta,
+            dp_accounting.ExplicitBracketInterval(low, high),
+            tol=tolerance * low,
         )
-    return (
-        f"- {steps:,} steps with Poisson sampling of "
-        f"{mechanism.num_examples:,} examples with an expected batch size of "
-        f"{mechanism.expected_batch_size:,} (in each step every example was "
-        "chosen independently of the others with probability "
-        f"{mechanism.sampling_probability:.6g}), and Gaussian noise with a "
-        f"noise multiplier of {mechanism.noise_multiplier:g}."
     )
 
 
-def _what_is_guaranteed(
-    ledger: Ledger, delta: float, epsilon: float
-) -> list[str]:
-    if math.isinf(epsilon):
-        reasons = _obstacles(ledger) or [
-            "the accountant finds no finite epsilon at so small a delta"
-        ]
-        return [
-            "What is guaranteed. Epsilon is infinite: no privacy guarantee "
-            f"can be stated at delta = {delta:g}, because:",
-            *(f"- {reason}." for reason in reasons),
-        ]
-    paragraphs = [
-        "What is guaranteed. The trained weights, and every earlier version "
-        "of them during this training, are (epsilon, delta)-differentially "
-        f"private with epsilon = {_round_up(epsilon)} at delta = {delta:g}. "
-        "Two data sets count as neighbours if they differ by one example "
-        "added or removed. Epsilon is an upper bound computed with privacy "
-        "loss distributions (PLD) for all steps together, by the "
-        "dp_accounting library. The number of examples and the sampling "
-        "probability count as public."
-    ]
-    if ledger.entries:
-        plain = _epsilon_without_amplification(ledger.entries, delta)
-        paragraphs.append(
-            "This figure relies on amplification by sampling: on the fact "
-            "that nobody learns which examples were in which batch. Without "
-            "amplification by sampling, counting every example as if it had "
-            f"been in every batch, epsilon = {_round_up(plain)} at the same "
-            "delta."
-        )
-    return paragraphs
+class _Reading:
+    """A ledger's epsilon where `dp_accounting` expects an accountant.
 
+    So that what is calibrated is the very figure that will be reported.
+    """
 
-def _what_it_means(ledger: Ledger, delta: float, epsilon: float) -> list[str]:
-    if epsilon <= 20:
-        factor = f" (here by a factor of at most {_round_up(math.exp(epsilon))}"
-        factor += ", which is e to the power epsilon)"
-    else:
-        factor = " (a value above 20 sets no practical limit)"
-    paragraphs = [
-        "What the figures mean. Epsilon limits how much more or less likely "
-        "any outcome of the training, and any conclusion drawn from the "
-        "model, can become because one particular example was in the data"
-        f"{factor}. Smaller is more private. Delta is an allowance on top: "
-        "the probability of an outcome may exceed the limit set by epsilon "
-        f"by at most {delta:g}. Delta should be well below one divided by "
-        "the number of examples."
-    ]
-    smallest = min(
-        (mechanism.num_examples for mechanism, _ in ledger.entries),
-        default=None,
-    )
-    if smallest is not None and delta * smallest >= 1:
-        paragraphs.append(
-            f"Warning: delta = {delta:g} is not below one divided by the "
-            f"number of examples ({smallest:,}). At such a delta, publishing "
-            "an example chosen at random would be allowed. The guarantee is "
-            "too weak to rely on."
-        )
-    return paragraphs
+    ledger = dp_accounting.NoOpDpEvent()
 
+    def __init__(self, accountant: str):
+        self._accountant = accountant
 
-def _what_is_not_covered() -> list[str]:
-    return [
-        "What is not covered:",
-        "- Metrics and losses logged during training: they are computed on "
-        "the training data and no noise is added to them.",
-        "- Validation and test data, and results computed from them.",
-        "- The choice of hyper-parameters: every further training run on the "
-        "same data spends privacy of its own.",
-        "- Preprocessing computed on the data, such as normalisation "
-        "statistics, vocabularies or the selection of features or examples.",
-        "- Several examples of one person: the guarantee is for one example. "
-        "For a person with k examples it is weaker.",
-        "- What is learned about a person from the other examples: a model "
-        "may show facts about a population whether or not one member of it "
-        "took part.",
-        "- Flaws of the random number generator and of floating-point "
-        "arithmetic: the figures are for ideal Gaussian noise.",
-    ]
+    def compose(self, planned: Ledger) -> "_Reading":
+        self._planned = planned
+        return self
 
-
-def _round_up(value: float) -> str:
-    """Formats a bound; a bound must not shrink when it is printed."""
-    return f"{math.ceil(value * 1e4) / 1e4:,.4f}"
-
-
-def _wrap(paragraph: str) -> str:
-    indent = "  " if paragraph.startswith("- ") else ""
-    return textwrap.fill(
-        paragraph, width=79, subsequent_indent=indent, break_on_hyphens=False
-    )
+    def get_epsilon(self, delta: float) -> float:
+        return self._planned.epsilon(delta, self._accountant)

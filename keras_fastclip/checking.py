@@ -16,7 +16,7 @@ from keras_fastclip import _keras
 from keras_fastclip.clipping import Clipping
 from keras_fastclip.methods import groups_of_weights
 from keras_fastclip.model import clip
-from keras_fastclip.sampling import as_arrays, num_examples
+from keras_fastclip.sampling import as_arrays, num_examples_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def check_gradients(
     found = clip(model, batch, training=training)
     _keras.assign(state, saved)
     right_sums, right_norms = loop_over_examples(
-        model, batch, privacy.clipping, group_of, training=training
+        model, batch, privacy.clipping_now(), group_of, training=training
     )
     gaps, sizes = {}, {}
     for variable, right in zip(
@@ -131,7 +131,7 @@ def loop_over_examples(
     saved = _keras.values(state)
     sums = [np.zeros(v.shape) for v in variables]
     totals = []
-    for i in range(num_examples(batch)):
+    for i in range(num_examples_of(batch)):
         one = tf.nest.map_structure(
             lambda leaf, i=i: None if leaf is None else leaf[i : i + 1], batch
         )

@@ -179,6 +179,34 @@ class PerLayerClipping(Clipping):
         return {"norms": self.norms}
 
 
+class Scaled(Clipping):
+    """A clipping function at another clip norm than it was made for.
+
+    Everything that is a norm is multiplied by `scale`, the sensitivity too.
+
+    Args:
+        clipping: the function.
+        scale: scalar.
+    """
+
+    def __init__(self, clipping: Clipping, scale: tf.Tensor):
+        self.clipping, self.scale = clipping, scale
+
+    def groups(self, paths):
+        return self.clipping.groups(paths)
+
+    def factors(self, squared_norms):
+        return self.clipping.factors(self._unscaled(squared_norms))
+
+    def bounded_factors(self, squared_norms):
+        return self.clipping.bounded_factors(self._unscaled(squared_norms))
+
+    def _unscaled(self, squared_norms):
+        return squared_norms / tf.square(
+            tf.cast(self.scale, squared_norms.dtype)
+        )
+
+
 _NAMED = {
     "flat": FlatClipping,
     "automatic": AutomaticClipping,

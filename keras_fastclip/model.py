@@ -7,27 +7,34 @@ noise, and the optimizer's step.
 
 import dataclasses
 import functools
-import math
+import os
 import types
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_fastclip import (
     _keras,
-    _validate,
     accounting,
+    dials,
+    feeding,
     losses,
     methods,
     naive,
+    physical,
     sampling,
     training_log,
 )
+from keras_fastclip import record as privacy_record
 from keras_fastclip.capture import Recording
 from keras_fastclip.parts import make_parts
-from keras_fastclip.privacy import Privacy, Settings, require_trainable
+from keras_fastclip.privacy import (
+    Privacy,
+    Settings,
+    Source,
+    require_trainable,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +70,10 @@ def clip(
     """
     privacy, (x, y, sample_weight) = model._privacy, batch
     plan, method = privacy.plan(model, batch), privacy.method
+    clipping = privacy.clipping_now()
     if method.norm == "loop":
         return Clipped(
-            *naive.clip(model, batch, plan, privacy.clipping, real, training)
+            *naive.clip(model, batch, plan, clipping, real, training)
         )
     batch_size = tf.shape(losses.first_tensor(x))[0]
     # In half precision, a second pass would round what the first did not.
@@ -81,7 +89,7 @@ def clip(
     again = functools.partial(recording.backward_again, example_losses)
     clipped = methods.clipped_sums(
         parts,
-        privacy.clipping,
+        clipping,
         [unit.path for unit in plan.units],
         batch_size,
         real,
@@ -104,13 +112,19 @@ class PrivateTraining:
         `noise_multiplier` times that sensitivity on the sum.
         """
         privacy = self._privacy
-        batch, real = sampling.unpack(data)
-        clipped = clip(self, batch, real)
-        noised = privacy.add_noise(clipped.sums, drawn=real is not None)
-        penalty, penalty_gradients = losses.regularization(self)
-        gradients = _mean_gradients(self, noised, penalty_gradients)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return training_log.update(self, batch, real, clipped, penalty)
+        batch, real, poisson = sampling.unpack(data)
+        rows = tf.shape(losses.first_tensor(batch[0]))[0]
+        use = privacy.cost(poisson, real, rows)
+
+        def step():
+            penalty, penalty_gradients = losses.regularization(self)
+            sums, balance, logs = _clipped_sum(self, batch, real, penalty)
+            noised = privacy.add_noise(sums, use, balance)
+            gradients = _mean_gradients(self, noised, penalty_gradients)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return logs
+
+        return privacy.within_budget(use, step, self.get_metrics_result)
 
     def clipped_gradients(
         self, x: Any, y: Any = None, sample_weight: Any = None
@@ -161,85 +175,55 @@ class PrivateTraining:
         validation_steps=None,
         validation_batch_size=None,
         validation_freq=1,
+        num_examples=None,
     ):
-        common = {
-            "epochs": epochs,
-            "verbose": verbose,
-            "callbacks": callbacks,
-            "initial_epoch": initial_epoch,
-            "validation_steps": validation_steps,
-            "validation_freq": validation_freq,
-        }
         privacy = self._privacy
         require_trainable(self)
-        transform = _keras.preprocessing_of(self)
-        if not sampling.is_arrays(x):
-            batch, x = sampling.peek(x)
-            batch = batch if transform is None else transform(batch)
-            privacy.prepare(self, batch, sampling.static_batch_size(x))
-            return _inherited(self, "fit")(
-                x,
-                y,
-                batch_size=batch_size,
-                sample_weight=sample_weight,
-                validation_split=validation_split,
+        if isinstance(x, sampling.PoissonDataset) or sampling.is_arrays(x):
+            if num_examples is not None:
+                raise ValueError(
+                    "`num_examples` is for data that `fit` cannot count: a "
+                    f"tf.data.Dataset or generator; received {num_examples=}."
+                )
+            feed, validation_data = feeding.drawn_here(
+                self,
+                (x, y, sample_weight),
+                batch_size,
+                class_weight,
+                validation_split,
+                validation_data,
+                steps_per_epoch,
+            )
+            batch_size = feed.batch_size
+        else:
+            feed = feeding.stream(
+                self,
+                (x, y, sample_weight),
+                num_examples,
+                steps_per_epoch,
                 shuffle=shuffle,
                 class_weight=class_weight,
-                steps_per_epoch=steps_per_epoch,
-                validation_data=validation_data,
-                validation_batch_size=validation_batch_size,
-                **common,
+                validation_split=validation_split,
             )
-        arrays = sampling.as_arrays((x, y, sample_weight))
-        arrays = sampling.without_lists(arrays)
-        if validation_split and validation_data is None:
-            arrays, validation_data = sampling.split(arrays, validation_split)
-        if class_weight is not None:
-            arrays = _with_class_weight(arrays, class_weight)
-        count = sampling.num_examples(arrays)
-        batch_size = min(32, count) if batch_size is None else batch_size
-        _validate.positive_integer(batch_size=batch_size)
-        if batch_size > count:
-            raise ValueError(
-                f"batch_size={batch_size} is larger than the data, which has "
-                f"{count} examples. Use a smaller batch_size."
-            )
-        batch = sampling.some(arrays)
-        batch = batch if transform is None else transform(batch)
-        privacy.prepare(self, batch, batch_size)
-        data = sampling.poisson_dataset(
-            arrays,
-            batch_size,
-            privacy.sampling_rng,
-            static_shapes=bool(self.jit_compile),
-            transform=transform,
-        )
-        steps_per_epoch = steps_per_epoch or math.ceil(count / batch_size)
-        if self.steps_per_execution > 1:
-            # Keras would run on past the end of an epoch.
-            data, steps_per_epoch = data.take(steps_per_epoch), None
-        mechanism = accounting.PoissonSampling(
-            num_examples=count,
-            expected_batch_size=batch_size,
-            noise_multiplier=float(privacy.settings.noise_multiplier),
-        )
-        # A KerasHub task would preprocess a second time.
-        fit = (
-            _inherited(self, "fit")
-            if transform is None
-            else functools.partial(keras.Model.fit, self)
+        privacy.prepare(self, feed.some, feed.batch_size)
+        privacy.calibrate(
+            feed.source, epochs - initial_epoch, feed.steps_per_epoch
         )
         validation_batch_size = validation_batch_size or batch_size
-        with privacy.batches_drawn_by(self, mechanism):
-            return fit(
-                data,
-                shuffle=False,
-                steps_per_epoch=steps_per_epoch,
-                validation_data=_keras.preprocessed(
-                    self, validation_data, validation_batch_size
+        with privacy.fitting(self, feed.source):
+            return feed.fit(
+                feed.data,
+                epochs=epochs,
+                verbose=verbose,
+                callbacks=feeding.with_own_callbacks(self, callbacks, feed),
+                initial_epoch=initial_epoch,
+                steps_per_epoch=feed.keras_steps,
+                validation_data=feed.preprocessed(
+                    validation_data, validation_batch_size
                 ),
+                validation_steps=validation_steps,
                 validation_batch_size=validation_batch_size,
-                **common,
+                validation_freq=validation_freq,
             )
 
     @functools.wraps(keras.Model.train_on_batch)
@@ -251,20 +235,46 @@ class PrivateTraining:
         class_weight=None,
         return_dict=False,
     ):
+        privacy = self._privacy
+        if isinstance(x, sampling.DrawnBatch):
+            data = x.take()
+            batch = sampling.some(sampling.unpack(data).batch)
+            privacy.prepare(self, batch, x.batch_size)
+            source = Source(True, x.num_examples, x.batch_size)
+            step = functools.partial(_keras.train_on, self, data)
+            with privacy.batches_from(self, source):
+                logs = privacy.require_within(self, step)
+            return logs if return_dict else _keras.in_order(self, logs)
         batch = sampling.as_arrays((x, y, sample_weight))
         transform = _keras.preprocessing_of(self)
         if transform is not None:
             batch = transform(batch)
-        self._privacy.prepare(self, sampling.some(batch), None)
-        return _inherited(self, "train_on_batch")(
+        privacy.prepare(self, sampling.some(batch), None)
+        step = functools.partial(
+            feeding.inherited(self, "train_on_batch"),
             x,
             y,
             sample_weight=sample_weight,
             class_weight=class_weight,
             return_dict=return_dict,
         )
+        return privacy.require_within(self, step)
 
-    def privacy_spent(self, delta: float, accountant: str = "pld") -> float:
+    def set_privacy(self, **changes) -> None:
+        """Changes privacy arguments, usually between two calls of `fit`.
+
+        The steps so far keep what they were made with; ε composes.
+
+        Args:
+            **changes: `noise_multiplier`, `l2_norm_clip` (both as numbers),
+                `sampling`, `max_epsilon`, `delta`, `expected_batch_size` or
+                `physical_batch_size`, as for `DPModel`.
+        """
+        self._privacy.change(self, **changes)
+
+    def privacy_spent(
+        self, delta: float, accountant: str = "pld"
+    ) -> accounting.Epsilon:
         """ε at the given δ for all steps that the model has made.
 
         Args:
@@ -274,19 +284,22 @@ class PrivateTraining:
                 larger. Both are upper bounds.
 
         Returns:
-            ε, for data sets that differ by one example added or removed;
-            `inf` if it is not known how some steps drew their batches, or if
-            there was no noise. `privacy_statement` tells why.
+            ε, for data sets that differ by one example added or removed: a
+            number, whose attribute `event` is what the accountant was given.
+            It is `inf` if it is not known how some steps drew their batches,
+            or if there was no noise; its attribute `reasons` tells why.
         """
-        return self._privacy.ledger(self).epsilon(delta, accountant)
+        return self._privacy.ledger(self).spent(delta, accountant)
 
     def privacy_statement(self, delta: float) -> str:
         """The guarantee in plain English, with what it does not cover."""
+        privacy = self._privacy
         return accounting.statement(
-            self._privacy.ledger(self),
+            privacy.ledger(self),
             delta,
-            l2_norm_clip=self._privacy.settings.l2_norm_clip,
-            seeded=self._privacy.settings.seed is not None,
+            l2_norm_clip=dials.first_norm(privacy.settings.l2_norm_clip),
+            seeded=privacy.settings.seed is not None,
+            notes=privacy.notes(),
         )
 
     def nonfinite_examples(self) -> int:
@@ -295,6 +308,25 @@ class PrivateTraining:
         Counted over all steps, every time an example was drawn. Not private.
         """
         return int(self._privacy.nonfinite.numpy())
+
+
+def _clipped_sum(model, batch, real, penalty):
+    """The clipped sum over a batch, chunk by chunk, each of which is logged."""
+    privacy = model._privacy
+    logs = {}
+
+    def add(batch, real):
+        clipped = clip(model, batch, real)
+        logs.update(training_log.update(model, batch, real, clipped, penalty))
+        return clipped.sums, privacy.balance(clipped.squared_norms, real)
+
+    size = privacy.physical_batch_size()
+    rows = losses.first_tensor(batch[0]).shape[0]
+    if size is None or rows is not None and rows <= size:
+        return *add(batch, real), logs
+    privacy.plan(model, batch)  # Checks the model, which no loop can.
+    totals = physical.in_chunks(model, batch, real, size, add)
+    return *totals, model.get_metrics_result()
 
 
 def _mean_gradients(model, noised, penalty_gradients):
@@ -311,24 +343,6 @@ def _mean_gradients(model, noised, penalty_gradients):
         gradient += penalty_gradients.get(id(variable), 0)
         gradients.append(gradient * scale)
     return gradients
-
-
-def _inherited(model: keras.Model, name: str):
-    """The method that the model would have if it were not private."""
-    for cls in type(model).__mro__:
-        if name in vars(cls) and not issubclass(cls, PrivateTraining):
-            return functools.partial(vars(cls)[name], model)
-    raise AttributeError(name)
-
-
-def _with_class_weight(arrays, class_weight):
-    x, y, sample_weight = arrays
-    if sample_weight is not None:
-        raise ValueError(
-            "`class_weight` and `sample_weight` cannot be given together."
-        )
-    weights = _keras.class_weight_to_sample_weights(y, class_weight)
-    return x, y, np.asarray(weights, keras.config.floatx())
 
 
 def _refuse_overrides(cls: type) -> None:
@@ -361,31 +375,17 @@ class _PrivateModel(PrivateTraining):
         self,
         *args,
         l2_norm_clip,
-        noise_multiplier,
-        method="auto",
-        clipping="flat",
-        expected_batch_size=None,
-        registry=None,
-        strict=False,
-        seed=None,
-        memory_budget=None,
-        ways=None,
+        noise_multiplier=None,
         **kwargs,
     ):
+        kwargs, settings = _split(kwargs)
         settings = Settings(
             l2_norm_clip=l2_norm_clip,
             noise_multiplier=noise_multiplier,
-            method=method,
-            clipping=clipping,
-            expected_batch_size=expected_batch_size,
-            registry=registry,
-            strict=strict,
-            seed=seed,
-            memory_budget=memory_budget,
-            ways=ways,
+            **settings,
         )
         self._init_plain(*args, **kwargs)
-        self._privacy = Privacy(settings)
+        _attach(self, Privacy(settings))
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -398,22 +398,15 @@ class _PrivateModel(PrivateTraining):
         return {
             **super().get_config(),
             **self._privacy.settings.get_config(),
-            "ledger": self._privacy.ledger(self).get_config(),
+            "record": self._privacy.record(self),
         }
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
-        config = dict(config)
-        ledger = config.pop("ledger", None)
-        if isinstance(config.get("clipping"), dict) and (
-            "class_name" in config["clipping"]
-        ):
-            config["clipping"] = keras.saving.deserialize_keras_object(
-                config["clipping"], custom_objects
-            )
+        config = Settings.deserialized(config, custom_objects)
+        saved = config.pop("record", None)
         model = cls._from_plain_config(config, custom_objects)
-        if ledger is not None:
-            saved = accounting.Ledger.from_config(ledger)
+        if saved is not None:
             model._privacy.continue_from(saved)
         return model
 
@@ -466,7 +459,8 @@ class DPModel(_PrivateModel, keras.Model):
 
     Formal guarantee: the weights after training are (ε, δ)-differentially
     private with respect to adding or removing one example of the training
-    data, with ε = `model.privacy_spent(delta)`. Logged losses and metrics,
+    data (with passes over it: to replacing one by nothing), with
+    ε = `model.privacy_spent(delta)`. Logged losses and metrics,
     validation and the choice of hyper-parameters are not covered.
 
     A model that cannot be clipped exactly is refused before its first update.
@@ -474,9 +468,21 @@ class DPModel(_PrivateModel, keras.Model):
     Args:
         *args, **kwargs: as for `keras.Model`.
         l2_norm_clip: C, the most that the gradient of one example may have in
-            norm. Longer ones are shortened.
+            norm. Longer ones are shortened. A number, a schedule of Keras, or
+            an `AdaptiveNorm`.
         noise_multiplier: σ. The noise on the sum of the clipped gradients has
-            standard deviation σ·C. 0 switches privacy off.
+            standard deviation σ·C. 0 switches privacy off. A number or a
+            schedule of Keras.
+        target_epsilon: in place of σ: the first `fit` finds the σ with which
+            it reaches this ε at `delta`. No later step exceeds it.
+        max_epsilon: a budget. `fit` stops before the step that would exceed
+            this ε at `delta`; `train_on_batch` raises.
+        delta: δ for both.
+        sampling: "poisson", or "shuffle" for passes over the data in random
+            order, for which no amplification by sampling is counted.
+        physical_batch_size: how many examples go through the model at a time,
+            or "auto". The batch is split inside the train step; the result is
+            the same, to rounding.
         method: how norms and sums are computed: "auto", or by name "naive",
             "opacus", "fastgradclip", "ghost", "mixed_ghost", "bk",
             "bk_mixghost" or "bk_mixopt". All give the same result; see the
@@ -541,7 +547,7 @@ class DPFunctional(DPModel, _keras.Functional):
         return {
             **_keras.functional_config(self),
             **self._privacy.settings.get_config(),
-            "ledger": self._privacy.ledger(self).get_config(),
+            "record": self._privacy.record(self),
         }
 
     @classmethod
@@ -564,17 +570,31 @@ def _functional_class(cls: type) -> type:
     return functional
 
 
-def make_private(model: keras.Model, **settings) -> keras.Model:
+def _attach(model, privacy):
+    model._privacy = privacy
+    setattr(model, privacy_record.ATTRIBUTE, privacy_record.Record(model))
+
+
+def make_private(
+    model: keras.Model,
+    *,
+    record: str | os.PathLike | None = None,
+    **settings,
+) -> keras.Model:
     """Makes an existing model private, in place.
 
     The model keeps its class, weights, layers and preprocessing, and is saved
     as what it was. Functional, Sequential and subclassed models and KerasHub
-    tasks are accepted.
+    tasks are accepted. The file also holds the record of private steps, which
+    a plain model does not read: name the file as `record` when the model is
+    made private again, or load its weights afterwards.
 
     Args:
         model: a Keras model. Compile it before or after.
+        record: a `.keras` or weights file from which the model's weights come,
+            if it was saved by a private model.
         **settings: the privacy arguments of `DPModel`; `l2_norm_clip` and
-            `noise_multiplier` are required.
+            `noise_multiplier` or `target_epsilon` are required.
 
     Returns:
         The model.
@@ -595,7 +615,10 @@ def make_private(model: keras.Model, **settings) -> keras.Model:
     if getattr(model, "_privacy", None) is not None:
         raise ValueError(f"The model {model.name!r} is private already.")
     _refuse_overrides(type(model))
-    model._privacy = Privacy(Settings(**settings))
+    privacy = Privacy(Settings(**settings))
+    if record is not None:
+        privacy.continue_from(privacy_record.read(record))
+    _attach(model, privacy)
     for name, method in vars(PrivateTraining).items():
         if isinstance(method, types.FunctionType):
             setattr(model, name, types.MethodType(method, model))

@@ -40,23 +40,29 @@ class GaussianNoise:
             )
 
     def draw(
-        self, like: list[tf.Tensor], stddev: float, step: tf.Tensor
+        self,
+        like: list[tf.Tensor],
+        stddev: tf.Tensor | float,
+        step: tf.Tensor,
+        first: int = 0,
     ) -> list[tf.Tensor]:
         """Noise of the shapes and types of `like`.
 
         Args:
             like: tensors, of float32 or float64.
             stddev: standard deviation.
-            step: number of the step; each number may be used once only.
+            step: number of the step.
+            first: number of the first of these tensors among all of the step;
+                step and number together may be used once only.
         """
         secret = tf.bitcast(self._secret.read_value(), tf.uint64)
-        first = tf.cast(step, tf.uint64) * tf.constant(
+        start = tf.cast(step, tf.uint64) * tf.constant(
             STREAMS_PER_STEP, tf.uint64
         )
         noise = []
-        for index, tensor in enumerate(like):
+        for index, tensor in enumerate(like, first):
             # Unsigned sums wrap around, which keeps streams apart all the same.
-            upper = secret[1] + first + tf.constant(index, tf.uint64)
+            upper = secret[1] + start + tf.constant(index, tf.uint64)
             values = tf.raw_ops.StatelessRandomNormalV2(
                 shape=tf.shape(tensor),
                 key=secret[:1],

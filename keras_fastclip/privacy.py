@@ -2,15 +2,30 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import _keras, _validate, clipping, methods
-from keras_fastclip.accounting import Ledger, PoissonSampling, Unaccounted
+from keras_fastclip import (
+    _keras,
+    _validate,
+    accounting,
+    clipping,
+    counting,
+    dials,
+    methods,
+    physical,
+)
+from keras_fastclip.accounting import (
+    Ledger,
+    Passes,
+    PoissonSampling,
+    Unaccounted,
+)
 from keras_fastclip.capture import Plan
 from keras_fastclip.noise import GaussianNoise
 from keras_fastclip.probe import probe
@@ -21,8 +36,15 @@ from keras_fastclip.registry.lookup import LayerRegistry, default_registry
 class Settings:
     """The privacy arguments of a model; see `DPModel`."""
 
-    l2_norm_clip: float
-    noise_multiplier: float
+    # Arguments that may be objects with a config.
+    OBJECTS: ClassVar[tuple[str, ...]] = (
+        "clipping",
+        "l2_norm_clip",
+        "noise_multiplier",
+    )
+
+    l2_norm_clip: Any
+    noise_multiplier: Any = None
     method: str = "auto"
     clipping: Any = "flat"
     expected_batch_size: int | None = None
@@ -31,11 +53,21 @@ class Settings:
     seed: int | None = None
     memory_budget: int | None = None
     ways: dict[str, str] | None = None
+    sampling: str = "poisson"
+    physical_batch_size: int | str | None = None
+    target_epsilon: float | None = None
+    max_epsilon: float | None = None
+    delta: float | None = None
 
     def __post_init__(self):
-        _validate.positive(l2_norm_clip=self.l2_norm_clip)
-        _validate.non_negative(noise_multiplier=self.noise_multiplier)
+        dials.validate(self.l2_norm_clip, self.noise_multiplier)
+        self._validate_budget()
         _validate.one_of(tuple(methods.METHODS), method=self.method)
+        _validate.one_of(("poisson", "shuffle"), sampling=self.sampling)
+        if self.physical_batch_size not in (None, "auto"):
+            _validate.positive_integer(
+                physical_batch_size=self.physical_batch_size
+            )
         if self.expected_batch_size is not None:
             _validate.positive_integer(
                 expected_batch_size=self.expected_batch_size
@@ -53,7 +85,30 @@ class Settings:
                 "`registry` must be a keras_fastclip.LayerRegistry; received "
                 f"registry={self.registry!r}."
             )
-        clipping.get(self.clipping, self.l2_norm_clip)
+        clipping.get(self.clipping, dials.first_norm(self.l2_norm_clip))
+
+    def _validate_budget(self):
+        if (self.noise_multiplier is None) == (self.target_epsilon is None):
+            raise ValueError(
+                "Give either noise_multiplier, or target_epsilon with delta "
+                "to have it calibrated by `fit`; received "
+                f"noise_multiplier={self.noise_multiplier!r}, "
+                f"target_epsilon={self.target_epsilon!r}."
+            )
+        for name in ("target_epsilon", "max_epsilon"):
+            value = getattr(self, name)
+            if value is not None:
+                _validate.positive(**{name: value})
+                if self.delta is None:
+                    raise ValueError(f"`{name}` needs `delta` beside it.")
+        if self.delta is not None:
+            accounting.check_delta(self.delta)
+
+    @property
+    def budget(self) -> float | None:
+        """ε that must not be exceeded at `delta`."""
+        given = [self.target_epsilon, self.max_epsilon]
+        return min((e for e in given if e is not None), default=None)
 
     def get_config(self) -> dict[str, Any]:
         """All but the registry, which holds functions, and the seed."""
@@ -62,10 +117,21 @@ class Settings:
             for field in dataclasses.fields(self)
             if field.name not in ("registry", "seed")
         }
-        if isinstance(self.clipping, clipping.Clipping):
-            config["clipping"] = keras.saving.serialize_keras_object(
-                self.clipping
-            )
+        for name in self.OBJECTS:
+            if hasattr(config[name], "get_config"):
+                config[name] = keras.saving.serialize_keras_object(config[name])
+        return config
+
+    @classmethod
+    def deserialized(cls, config: dict[str, Any], custom_objects=None) -> dict:
+        """A config, of a model or of settings, with objects made again."""
+        config = dict(config)
+        for name in cls.OBJECTS:
+            value = config.get(name)
+            if isinstance(value, dict) and "class_name" in value:
+                config[name] = keras.saving.deserialize_keras_object(
+                    value, custom_objects
+                )
         return config
 
     @classmethod
@@ -89,63 +155,148 @@ def _validate_ways(ways, method):
 
 
 UNKNOWN_BATCHES = Unaccounted(
-    "steps were made outside `fit`, or by `fit` on data that the library does "
-    "not sample itself; how their batches were drawn is not known"
+    "steps were made outside `fit`, or by `fit` on data of which it is not "
+    "known how it was drawn"
 )
 LOST_STEPS = Unaccounted(
     "the optimizer has made more steps than the model has a record of: its "
-    "state was loaded without the record, or it was used otherwise (after "
-    "training on public data, compile the model anew)"
+    "state was loaded without the record (make_private takes the file with "
+    "record=), or it was used otherwise (after training on public data, "
+    "compile the model anew)"
 )
+
+
+class Source(NamedTuple):
+    """Where the batches of a `fit` come from.
+
+    Attributes:
+        poisson: drawn by Poisson sampling; else in passes over the data.
+        num_examples: of the data.
+        batch_size: as expected.
+    """
+
+    poisson: bool
+    num_examples: int
+    batch_size: int | None
+
+    def mechanism(self, noise_multiplier: float) -> PoissonSampling | Passes:
+        """What the accountant is told of a step."""
+        if self.poisson:
+            return PoissonSampling(
+                self.num_examples, self.batch_size, noise_multiplier
+            )
+        return Passes(self.num_examples, noise_multiplier)
+
+
+class Budget(NamedTuple):
+    """A limit on ε.
+
+    Attributes:
+        epsilon, delta: the limit.
+        at_most: so many further uses, at most, are looked for.
+        accountant: by which it is measured.
+    """
+
+    epsilon: float
+    delta: float
+    at_most: int = 1_000_000
+    accountant: str = "pld"
+
+
+class BudgetExceededError(RuntimeError):
+    """Raised instead of a step that would exceed the model's budget."""
 
 
 class Privacy:
     """The state of a private model.
 
     A plain object, so that Keras does not take it for a part of the model:
-    neither the key of the noise nor anything else here is saved with weights.
+    neither the key of the noise nor anything else here is saved with weights,
+    but for what `record` returns.
     """
 
     def __init__(self, settings: Settings):
-        self.settings = settings
-        self.clipping = clipping.get(settings.clipping, settings.l2_norm_clip)
-        self.method = methods.METHODS[settings.method]
         self.noise = GaussianNoise(settings.seed)
-        self.registry = settings.registry or default_registry()
-        self.expected_batch_size = settings.expected_batch_size
-        with tf.init_scope():
-            # Counted in the graph of the step itself, so no step is missed:
-            # those on batches that the library drew, and all others.
-            self.drawn_steps = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self.other_steps = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self.nonfinite = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self._ledger = Ledger()
-        self._recorded = 0, 0
-        self._mechanism: PoissonSampling | None = None
         self.sampling_rng = np.random.default_rng(settings.seed)
+        with tf.init_scope():
+            self.nonfinite = tf.Variable(0, dtype=tf.int64, trainable=False)
+            # Whether something stops training when a step was refused.
+            self._stops = tf.Variable(False, trainable=False)
+        self.monitor: Any = None
+        self._budgets: list[Budget] = []
+        self._gated = False
+        self._room: dict[Source | None, int] = {}
+        self._ledger = Ledger()
+        self._source: Source | None = None
         self._plan: Plan | None = None
         self._signature: tuple | None = None
+        self._set(settings)
+        norm = dials.first_norm(settings.l2_norm_clip)
+        self.clipping = clipping.get(settings.clipping, norm)
+        self.clip_norm = dials.ClipNorm(settings.l2_norm_clip)
+        self.multiplier = dials.Multiplier(settings.noise_multiplier)
+        self.method = methods.METHODS[settings.method]
+        self.registry = settings.registry or default_registry()
+        self.counter = counting.Counter(dials.SLOTS)
+        self._recorded = self.counter.taken()
+        if settings.budget is not None:
+            self.counter.allow(0)
 
-    @property
-    def noise_stddev(self) -> float:
-        """On the sum of the clipped gradients."""
-        return self.settings.noise_multiplier * self.clipping.sensitivity
+    def _set(self, settings):
+        self.settings = settings
+        self.expected_batch_size = settings.expected_batch_size
 
-    @property
-    def steps(self) -> tf.Tensor:
-        """The number of steps made with this object."""
-        return self.drawn_steps + self.other_steps
+    # Numbers that may change are variables of the step, wherever it was
+    # traced; so noise, clip norm and record never disagree.
+    CHANGEABLE = (
+        "noise_multiplier",
+        "l2_norm_clip",
+        "sampling",
+        "max_epsilon",
+        "delta",
+        "expected_batch_size",
+        "physical_batch_size",
+    )
+
+    def change(self, model: keras.Model, **changes) -> None:
+        """Other settings from now on; the steps so far keep theirs."""
+        for name in changes:
+            _validate.one_of(self.CHANGEABLE, argument=name)
+        dial = {"noise_multiplier", "l2_norm_clip"} & set(changes)
+        given = [getattr(self.settings, name) for name in dial]
+        given += [changes[name] for name in dial]
+        if any(hasattr(value, "get_config") for value in given):
+            raise ValueError(
+                "Only numbers can be exchanged for numbers: noise_multiplier "
+                "and l2_norm_clip cannot be changed from or to a schedule or "
+                "an AdaptiveNorm."
+            )
+        if "l2_norm_clip" in changes and not isinstance(
+            self.settings.clipping, str
+        ):
+            raise ValueError(
+                "l2_norm_clip cannot be changed with norms by layer or a "
+                "Clipping of your own, which fix it."
+            )
+        if "noise_multiplier" in changes:
+            changes = {"target_epsilon": None, **changes}
+        settings = dataclasses.replace(self.settings, **changes)
+        self.ledger(model)
+        self._set(settings)
+        if "noise_multiplier" in changes:
+            self.multiplier.set(settings.noise_multiplier)
+        if "l2_norm_clip" in changes:
+            self.clip_norm.set(settings.l2_norm_clip)
+        if settings.budget is not None:
+            self.counter.allow(0)
+        self._room = {}
+        model.train_function = None
 
     # -- the ledger ---------------------------------------------------------
 
     def ledger(self, model: keras.Model) -> Ledger:
         """All steps so far, each with how its batch was drawn."""
-        drawn = int(self.drawn_steps.numpy())
-        others = int(self.other_steps.numpy())
-        mechanism = self._mechanism or UNKNOWN_BATCHES
-        self._ledger.record(mechanism, drawn - self._recorded[0])
-        self._ledger.record(UNKNOWN_BATCHES, others - self._recorded[1])
-        self._recorded = drawn, others
+        self._enter_steps()
         # A ledger that knows of all steps has at least as many as the
         # optimizer of the moment has made.
         optimizer = getattr(model, "optimizer", None)
@@ -155,37 +306,270 @@ class Privacy:
             self._ledger.record(LOST_STEPS, missing)
         return self._ledger
 
-    def continue_from(self, ledger: Ledger) -> None:
-        """Takes over the ledger of a saved model."""
-        self._ledger = ledger
+    def _enter_steps(self):
+        """Enters what was counted since the last time into the ledger."""
+        steps, uses = self.counter.taken()
+        new_steps, new_uses = (
+            steps - self._recorded[0],
+            uses - self._recorded[1],
+        )
+        for slot, sigma in enumerate(self.multiplier.values):
+            for kind in range(len(steps)):
+                if new_steps[kind, slot]:
+                    known = kind != counting.UNKNOWN and self._source
+                    self._ledger.record(
+                        self._source.mechanism(sigma)
+                        if known
+                        else UNKNOWN_BATCHES,
+                        int(new_steps[kind, slot]),
+                        int(new_uses[kind, slot]),
+                    )
+        self._recorded = steps, uses
+
+    def record(self, model: keras.Model) -> dict[str, Any]:
+        """What is saved with the weights; nothing of it is secret."""
+        constant = self.multiplier.schedule is None and self.multiplier.known
+        return {
+            "ledger": self.ledger(model).get_config(),
+            "noise_multiplier": (
+                self.multiplier.values[0] if constant else None
+            ),
+            "clip_norm": self.clip_norm.value,
+        }
+
+    def continue_from(self, record: dict[str, Any]) -> None:
+        """Takes over the record that came with weights.
+
+        Steps of this model that are not on that record stay counted: its
+        earlier weights may have been seen.
+        """
+        # The optimizer may have been loaded already: its steps are on record.
+        self._enter_steps()
+        saved = Ledger.from_config(record["ledger"])
+        self._ledger = _joined(self._ledger, saved)
+        self.counter.total.assign(self._ledger.total_steps)
+        settings = self.settings
+        if settings.noise_multiplier is None:
+            if record.get("noise_multiplier") is not None:
+                self.multiplier.set(record["noise_multiplier"])
+        if self.clip_norm.adaptive is not None:
+            self.clip_norm.set(record["clip_norm"])
+        if settings.seed is not None:
+            # What was drawn before must not be drawn again.
+            self.sampling_rng = np.random.default_rng(
+                [settings.seed, self._ledger.total_steps]
+            )
+        self._room = {}
+        if self._budgets:
+            self._allow()
 
     @contextlib.contextmanager
-    def batches_drawn_by(self, model: keras.Model, mechanism: PoissonSampling):
-        """Steps on batches drawn inside are entered with this mechanism."""
+    def batches_from(self, model: keras.Model, source: Source | None):
+        """Steps made inside are entered as on batches of that source."""
         self.ledger(model)  # enters what came before
-        before, self._mechanism = self._mechanism, mechanism
+        before, self._source = self._source, source
+        self.counter.new_pass()
         try:
             yield
         finally:
             self.ledger(model)
-            self._mechanism = before
+            self._source = before
+            self.counter.new_pass()
+            self._room = {}
+
+    def pass_goes_on(self, going: bool) -> None:
+        """Whether batches of unknown origin are those of the pass at hand.
+
+        They are while Keras runs a step of `fit`, but not while it runs
+        callbacks, which may make steps of their own.
+        """
+        going = going and self.in_passes
+        size = self._source.num_examples if going else 0
+        self.counter.pass_size.assign(size)
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether the batches of `fit` come in passes over the data."""
+        return self._source is not None and not self._source.poisson
+
+    @contextlib.contextmanager
+    def fitting(self, model: keras.Model, source: Source | None):
+        """Surrounds a `fit`: what callbacks set up ends with it."""
+        with self.batches_from(model, source):
+            self._stops.assign(True)
+            try:
+                yield
+            finally:
+                self._stops.assign(False)
+                self.pass_goes_on(False)
+                self._budgets = []
+                self.counter.allow(0 if self.settings.budget else None)
+                if self.monitor is not None:
+                    self.monitor, model.train_function = None, None
+
+    # -- budgets ------------------------------------------------------------
+
+    def add_budget(self, model: keras.Model, budget: "Budget") -> None:
+        """Steps that would exceed the budget are not made, until `fit` ends."""
+        self.ledger(model)
+        self._budgets.append(budget)
+        self._allow()
+        if not self._gated:
+            # The step has to be traced with a look at the budget.
+            self._gated = True
+            model.make_train_function(force=True)
+
+    def _allow(self):
+        """Finds out how many further uses the budgets allow."""
+        allowed = [self._allowed_by(budget) for budget in self._budgets]
+        self.counter.allow(min(allowed, default=None))
+
+    def _allowed_by(self, budget):
+        if self._source is None:
+            return 0
+        mechanism, ledger = self._source.mechanism, self._ledger
+        if self.multiplier.schedule is None:
+            sigma = self.multiplier.values[0]
+            return ledger.uses_within(mechanism(sigma), *budget)
+
+        @functools.cache
+        def sigma(further):
+            step = self.counter.total + further
+            return float(self.multiplier.at(step)[1])
+
+        def fits(steps):
+            planned = ledger
+            for further in range(steps):
+                planned = planned.plus(mechanism(sigma(further)), 1)
+            spent = planned.epsilon(budget.delta, budget.accountant)
+            return spent <= budget.epsilon
+
+        return accounting.largest(fits, 0, budget.at_most)
+
+    def require_within(self, model: keras.Model, step: Any) -> Any:
+        """Makes one step outside `fit`, if the model's own budget allows it.
+
+        Args:
+            model: the model.
+            step: a function that makes the step.
+        """
+        limit = self.settings.budget
+        if limit is None:
+            return step()
+        self._require_multiplier()
+        if self._room.get(self._source, 0) < 1:
+            self.ledger(model)
+            budget = Budget(limit, self.settings.delta, at_most=1000)
+            self._room = {self._source: self._allowed_by(budget)}
+        if self._room[self._source] < 1:
+            reasons = self._ledger.obstacles()
+            if self._source is None:
+                reasons = [UNKNOWN_BATCHES.reason]
+            because = "".join(f" ({reason})" for reason in reasons)
+            raise BudgetExceededError(
+                "A further step would exceed the model's privacy budget of "
+                f"epsilon = {limit:g} at delta = {self.settings.delta:g}"
+                f"{because}."
+            )
+        self._room[self._source] -= 1
+        self.counter.allow(1)
+        try:
+            return step()
+        finally:
+            self.counter.allow(0)
+
+    def within_budget(self, use: counting.Use, step, otherwise):
+        """Makes a step, unless a budget forbids it."""
+        if self.settings.budget is None and not self._gated:
+            return step()
+
+        def refused():
+            # In `fit`, a callback sees to it that training stops.
+            message = "A further step would exceed the privacy budget."
+            tf.debugging.Assert(self._stops, [message])
+            return otherwise()
+
+        return tf.cond(self.counter.within(use), step, refused)
+
+    def calibrate(
+        self, source: Source, epochs: int, steps_per_epoch: int | None
+    ) -> None:
+        """Sets the noise multiplier that the target asks for, once."""
+        if self.multiplier.known or source is None:
+            return
+        settings = self.settings
+        sigma = accounting.calibrate_noise(
+            settings.target_epsilon,
+            settings.delta,
+            num_examples=source.num_examples,
+            batch_size=source.batch_size,
+            epochs=epochs,
+            sampling="poisson" if source.poisson else "shuffle",
+            steps_per_epoch=steps_per_epoch,
+            ledger=self._ledger,
+        )
+        dials.validate(settings.l2_norm_clip, sigma)
+        self.multiplier.set(sigma)
+
+    def _require_multiplier(self):
+        if not self.multiplier.known:
+            raise ValueError(
+                "The noise multiplier is calibrated to target_epsilon by the "
+                "first `fit`, which knows how many steps there will be. Call "
+                "`fit` first, or give noise_multiplier "
+                "(keras_fastclip.calibrate_noise finds one)."
+            )
 
     # -- a step -------------------------------------------------------------
 
+    def cost(self, poisson: bool, real: tf.Tensor | None, rows: tf.Tensor):
+        """What a step on a batch would cost, for `within_budget`."""
+        self._require_multiplier()
+        if real is not None:
+            rows = tf.math.count_nonzero(real)
+        slot, _ = self.multiplier.at(self.counter.total)
+        return self.counter.cost(poisson, rows, slot)
+
+    def clipping_now(self) -> clipping.Scaled:
+        """The clipping function at the clip norm of the coming step."""
+        norm = self.clip_norm.at(self.counter.total)
+        return clipping.Scaled(self.clipping, norm / self.clipping.sensitivity)
+
+    def balance(self, squared_norms, real) -> tf.Tensor:
+        """½ for each gradient within the clip norm, -½ for each other one."""
+        if self.clip_norm.adaptive is None:
+            return tf.zeros([])
+        limit = self.clip_norm.at(self.counter.total)
+        total = tf.cast(tf.reduce_sum(squared_norms, 0), limit.dtype)
+        halves = tf.where(total <= tf.square(limit), 0.5, -0.5)
+        if real is not None:
+            halves = tf.where(real, halves, 0.0)
+        return tf.reduce_sum(halves)
+
     def add_noise(
-        self, sums: dict[int, tf.Tensor], drawn: bool
+        self,
+        sums: dict[int, tf.Tensor],
+        use: counting.Use,
+        balance: tf.Tensor,
     ) -> dict[int, tf.Tensor]:
         """Adds noise to the clipped sums, once, and counts the step.
 
         Args:
             sums: by id of the weight.
-            drawn: whether the library drew the batch.
+            use: what the step costs.
+            balance: of gradients within the clip norm and longer ones.
         """
-        self.denominator()  # If it is not known, there is no step.
-        noise = self.noise.draw(
-            list(sums.values()), self.noise_stddev, self.steps
-        )
-        (self.drawn_steps if drawn else self.other_steps).assign_add(1)
+        batch_size = self.denominator()  # If it is not known, no step.
+        step = self.counter.total.read_value()
+        _, sigma = self.multiplier.at(step)
+        norm = self.clip_norm.at(step)
+        if self.clip_norm.adaptive is not None:
+            stddev = self.clip_norm.count_stddev(sigma, batch_size)
+            (noise,) = self.noise.draw([balance], stddev, step, first=len(sums))
+            self.clip_norm.adapt(balance + noise, batch_size)
+            sigma = self.clip_norm.gradient_sigma(sigma, stddev)
+        noise = self.noise.draw(list(sums.values()), sigma * norm, step)
+        self.counter.count(use)
         return {
             key: total + random
             for (key, total), random in zip(sums.items(), noise, strict=True)
@@ -210,14 +594,46 @@ class Privacy:
         known = None
         if batch_size is not None:
             known = tf.get_static_value(batch_size)
+        size = int(self.expected_batch_size or known or 32)
         return methods.Limits(
-            batch=int(self.expected_batch_size or known or 32),
+            batch=min(size, self.physical_batch_size() or size),
             budget=self.settings.memory_budget,
             # With a seed, runs are to be the same everywhere.
             measured=self.settings.seed is None,
             jit_compile=bool(model.jit_compile),
             ways=self.settings.ways,
         )
+
+    def physical_batch_size(self) -> int | None:
+        """How many examples go through the model at a time."""
+        size = self.settings.physical_batch_size
+        if size == "auto":
+            logical = int(self.expected_batch_size or 32)
+            numbers = (0, 0) if self._plan is None else self._plan.numbers
+            return physical.auto_size(numbers, logical)
+        return size
+
+    def notes(self) -> list[str]:
+        """What a statement should say beside the ledger."""
+        notes, settings = [], self.settings
+        if self.clip_norm.adaptive is not None:
+            notes.append(
+                "The limit on the influence of an example was adapted during "
+                "training from a count of examples within it, to which noise "
+                "was added; the noise multipliers below are for both together."
+            )
+        elif self.clip_norm.schedule is not None:
+            notes.append(
+                "The limit on the influence of an example followed a schedule "
+                "fixed beforehand; the noise followed the limit."
+            )
+        if settings.noise_multiplier is None and self.multiplier.known:
+            notes.append(
+                "The noise multiplier was chosen before training for a target "
+                f"of epsilon = {settings.target_epsilon:g} at "
+                f"delta = {settings.delta:g}."
+            )
+        return notes
 
     # -- the plan -----------------------------------------------------------
 
@@ -278,6 +694,30 @@ class Privacy:
             model._compile_loss,
             shapes,
         )
+
+
+def _joined(own: Ledger, loaded: Ledger) -> Ledger:
+    """The record of a model with steps of its own that loads weights."""
+    for longer, shorter in ((own, loaded), (loaded, own)):
+        if _continues(longer.entries, shorter.entries):
+            return longer
+    for entry in own.entries:
+        loaded = loaded.plus(*entry)
+    return loaded
+
+
+def _continues(longer, shorter):
+    """Whether one record begins as another one that was saved on the way."""
+    if not shorter:
+        return True
+    *same, last = shorter
+    place = len(same)
+    return (
+        list(longer[:place]) == same
+        and len(longer) > place
+        and longer[place].mechanism == last.mechanism
+        and longer[place].steps >= last.steps
+    )
 
 
 def _fits(signature: Any, checked: Any) -> bool:

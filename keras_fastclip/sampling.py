@@ -1,12 +1,15 @@
-"""Poisson sampling of in-memory data as a `tf.data` pipeline.
+"""Batches drawn here, as `tf.data` pipelines: by Poisson sampling or by passes.
 
 Amplification by sampling is a statement about one sampler: every example is
-in the batch with probability q, independently of all others. This module
+in the batch with probability q, independently of all others. `PoissonDataset`
 draws exactly that. Batch sizes therefore vary and may be zero; rows added to
 make a shape constant are marked in a mask that travels beside the batch, and
-a draw is never cut to fit.
+a draw is never cut to fit. `PoissonDataset.passes` is what Keras does: passes
+over the data in random order, for which there is no amplification.
 """
 
+import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,6 +17,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
+
+from keras_fastclip import _validate
 
 # A Binomial(N, b/N) count exceeds b + 8 sqrt(b) less than once in 1e10 draws
 # from b = 10 on (1e6 at b = 1), so static shapes have one shape in practice.
@@ -30,15 +35,36 @@ class PoissonBatch(NamedTuple):
     real: tf.Tensor
 
 
-def unpack(data: Any) -> tuple[tuple[Any, Any, Any], tf.Tensor | None]:
-    """(x, y, sample_weight), and which rows are real; None if all are."""
-    real = None
-    if isinstance(data, PoissonBatch):
+class PassBatch(NamedTuple):
+    """A batch of a pass over the data; rows that are not real fill it up."""
+
+    batch: Any
+    real: tf.Tensor
+
+
+class Unpacked(NamedTuple):
+    """What a train step was given.
+
+    Attributes:
+        batch: (x, y, sample_weight).
+        real: (batch,), which rows are real; None if all are.
+        poisson: whether the batch was drawn by Poisson sampling.
+    """
+
+    batch: tuple[Any, Any, Any]
+    real: tf.Tensor | None
+    poisson: bool
+
+
+def unpack(data: Any) -> Unpacked:
+    """Looks into what `fit` or a user hands to the train step."""
+    real, poisson = None, isinstance(data, PoissonBatch)
+    if isinstance(data, (PoissonBatch, PassBatch)):
         data, real = data
-    return keras.utils.unpack_x_y_sample_weight(data), real
+    return Unpacked(keras.utils.unpack_x_y_sample_weight(data), real, poisson)
 
 
-def num_examples(structure: Any) -> int:
+def num_examples_of(structure: Any) -> int:
     """Returns the common leading size of all arrays in a structure.
 
     Args:
@@ -129,6 +155,207 @@ def poisson_indices(
     return indices.astype(np.int64, copy=False)
 
 
+class DrawnBatch:
+    """One batch of a `PoissonDataset`, for `model.train_on_batch(batch)`.
+
+    It may be trained on once: what is accounted for is a new draw in every
+    step.
+    """
+
+    def __init__(self, data: PoissonBatch, num_examples: int, batch_size: int):
+        self.num_examples, self.batch_size = num_examples, batch_size
+        self._data: PoissonBatch | None = data
+
+    def take(self) -> PoissonBatch:
+        """The batch, the first time."""
+        data, self._data = self._data, None
+        if data is None:
+            raise ValueError(
+                "A batch of a PoissonDataset can be trained on once only: "
+                "every step needs a draw of its own."
+            )
+        return data
+
+
+class PoissonDataset:
+    """Batches drawn by Poisson sampling, as the accountant assumes.
+
+    `fit` on arrays makes one by itself. Make your own to map the batches (to
+    decode or augment them), to load examples from elsewhere, or for a loop
+    with `train_on_batch`. A model that is fitted on it accounts for its steps
+    with amplification by sampling.
+
+    An empty draw is a valid step (noise alone), so it is delivered too, as
+    padding only. Every iterator makes new draws.
+
+    Args:
+        x: Arrays or tensors, possibly nested, with equal leading size N; or a
+            function that takes a NumPy array of indices, possibly empty, and
+            returns the batch of these examples as arrays: x, (x, y) or
+            (x, y, sample_weight).
+        y: Targets, if `x` is not a function.
+        sample_weight: Weights of the examples, likewise.
+        batch_size: The mean batch size b; each example is in a batch with
+            probability b / N, independently of all others.
+        num_examples: N, if `x` is a function.
+
+    Example:
+
+    ```python
+    data = keras_fastclip.PoissonDataset(x, y, batch_size=256)
+    data = data.map(lambda x, y: (augment(x), y))
+    model.fit(data, epochs=10)
+    ```
+    """
+
+    def __init__(
+        self, x, y=None, sample_weight=None, *, batch_size, num_examples=None
+    ):
+        self._load = x if callable(x) else None
+        if self._load is None:
+            arrays = as_arrays((x, y, sample_weight))
+            self._arrays = without_lists(arrays)
+            counted = num_examples_of(self._arrays)
+            if num_examples not in (None, counted):
+                raise ValueError(
+                    f"The data has {counted} examples; received "
+                    f"{num_examples=}."
+                )
+            num_examples = counted
+        elif num_examples is None:
+            raise ValueError(
+                "With a function that loads examples, pass num_examples=, "
+                "their number."
+            )
+        _validate.positive_integer(
+            num_examples=num_examples, batch_size=batch_size
+        )
+        if batch_size > num_examples:
+            raise ValueError(
+                f"batch_size={batch_size} is larger than the data, which has "
+                f"{num_examples} examples. Use a smaller batch_size."
+            )
+        self.num_examples = int(num_examples)
+        self.batch_size = int(batch_size)
+        self._transforms: tuple[Callable, ...] = ()
+
+    def map(self, function: Callable) -> "PoissonDataset":
+        """A data set whose batches went through a function.
+
+        Args:
+            function: takes the batch's x, or x and y, or x, y and
+                sample_weight, and returns as many. It runs as a graph of
+                TensorFlow, and must keep the number and order of the rows and
+                treat each by itself: one that mixes rows voids the guarantee.
+        """
+
+        def transform(batch):
+            present = [part for part in batch if part is not None]
+            return keras.utils.unpack_x_y_sample_weight(function(*present))
+
+        return self.transformed(transform)
+
+    def transformed(self, transform: Callable) -> "PoissonDataset":
+        """As `map`, for a function of (x, y, sample_weight)."""
+        result = copy.copy(self)
+        result._transforms = (*self._transforms, transform)
+        return result
+
+    def some(self) -> tuple[Any, Any, Any]:
+        """Some examples, for the check before training."""
+        if self._load is None:
+            batch = some(self._arrays)
+        else:
+            rows = min(64, self.num_examples)
+            chosen = np.linspace(0, self.num_examples - 1, rows)
+            batch = self._loaded(chosen.astype(np.int64))
+            batch = tf.nest.map_structure(_tensor_or_none, batch)
+        for transform in self._transforms:
+            batch = transform(batch)
+        return batch
+
+    def batches(
+        self, rng: np.random.Generator, static_shapes: bool = False
+    ) -> tf.data.Dataset:
+        """An endless data set of `PoissonBatch`.
+
+        Args:
+            rng: Source of randomness. Each new iterator continues its stream,
+                so no draw is repeated; draws that were prefetched and never
+                used are dropped, which is harmless since draws are
+                independent of each other.
+            static_shapes: If true, pad every batch to `capacity(b, N)` rows,
+                so that XLA compiles once. If false, pad only an empty batch,
+                to one row. Padding rows are copies of the first example.
+        """
+        draws = functools.partial(
+            _poisson_draws,
+            self.num_examples,
+            self.batch_size,
+            rng,
+            static_shapes,
+        )
+        if self._load is None:
+            data = _gathered(draws, self._arrays)
+        else:
+            data = self._loading(draws)
+        return _finish(data, self._transforms, PoissonBatch)
+
+    def passes(
+        self, rng: np.random.Generator, static_shapes: bool = False
+    ) -> tf.data.Dataset:
+        """An endless data set of `PassBatch`: shuffled passes over arrays.
+
+        What Keras does by itself, and not Poisson sampling. The last batch of
+        a pass may be smaller; with static shapes it is padded.
+        """
+        size, batch_size = self.num_examples, self.batch_size
+        multiple = batch_size if static_shapes else 1
+
+        def draws() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            while True:
+                order = rng.permutation(size).astype(np.int64)
+                for start in range(0, size, batch_size):
+                    rows = order[start : start + batch_size]
+                    yield _pad(rows, padded_size(len(rows), multiple))
+
+        data = _gathered(draws, self._arrays)
+        return _finish(data, self._transforms, PassBatch)
+
+    def __iter__(self) -> Iterator[DrawnBatch]:
+        for data in self.batches(np.random.default_rng()):
+            yield DrawnBatch(data, self.num_examples, self.batch_size)
+
+    def _loaded(self, indices):
+        batch = keras.utils.unpack_x_y_sample_weight(self._load(indices))
+        batch = without_lists(as_arrays(batch))
+        if num_examples_of(batch) != len(indices):
+            raise ValueError(
+                f"The function that loads examples was given {len(indices)} "
+                f"indices and returned {num_examples_of(batch)} examples."
+            )
+        return batch
+
+    def _loading(self, draws):
+        present, leaves = _flattened(self._loaded(np.zeros(1, np.int64)))
+
+        def batches():
+            for indices, mask in draws():
+                yield *_flattened(self._loaded(indices))[1], mask
+
+        specs = [
+            tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype)
+            for leaf in leaves
+        ]
+        data = tf.data.Dataset.from_generator(
+            batches,
+            output_signature=(*specs, tf.TensorSpec((None,), tf.bool)),
+        )
+        return data.map(
+            lambda *leaves: (_unflatten(present, leaves[:-1]), leaves[-1])
+        )
+
+
 def poisson_dataset(
     arrays: Any,
     expected_batch_size: float,
@@ -137,59 +364,37 @@ def poisson_dataset(
     static_shapes: bool,
     transform: Callable[[Any], Any] | None = None,
 ) -> tf.data.Dataset:
-    """Makes an endless dataset of Poisson-sampled batches.
+    """As `PoissonDataset.batches`, for arrays of any structure.
 
-    Each element is a `PoissonBatch(batch, real)`. `batch` has the structure
-    of `arrays`, with `None` leaves kept and lists turned into tuples
-    (`tf.data` would stack lists). `real` is a boolean vector that is true for
-    the rows that were drawn. The other rows are padding: copies of the first
-    example, valid as input and to be ignored.
-
-    An empty draw is a valid step (noise alone), so it is delivered too, as
-    padding only. Each new iterator continues the random stream, so no draw is
-    repeated; draws that were prefetched and never used are dropped, which is
-    harmless since draws are independent of each other.
-
-    Args:
-        arrays: Nested tuples, lists and dicts of arrays or tensors with equal
-            leading size N, strings included; leaves may be `None`. Usually
-            `(x, y, sample_weight)`.
-        expected_batch_size: The mean batch size b, in (0, N].
-        rng: Source of randomness.
-        static_shapes: If true, pad every batch to `capacity(b, N)` rows, so
-            that XLA compiles once. If false, pad only an empty batch, to one
-            row.
-        transform: Optional function of the gathered batch, such as a
-            preprocessor. It must return the same number of rows in the same
-            order, and treat each row by itself: a transform that mixes rows
-            voids the privacy guarantee.
-
-    Returns:
-        An infinite `tf.data.Dataset` of `PoissonBatch`.
-
-    Example:
-
-    >>> rng = np.random.default_rng()
-    >>> data = poisson_dataset((x, y), 256, rng, static_shapes=False)
-    >>> (x_batch, y_batch), mask = next(iter(data))
+    Lists come back as tuples (`tf.data` would stack lists).
     """
     arrays = keras.tree.lists_to_tuples(arrays)
-    size = num_examples(arrays)
+    size = num_examples_of(arrays)
     _check_batch_size(expected_batch_size, size)
-    multiple = capacity(expected_batch_size, size) if static_shapes else 1
-    present = tf.nest.map_structure(lambda leaf: leaf is not None, arrays)
+    draws = functools.partial(
+        _poisson_draws, size, expected_batch_size, rng, static_shapes
+    )
+    transforms = () if transform is None else (transform,)
+    return _finish(_gathered(draws, arrays), transforms, PoissonBatch)
+
+
+def _poisson_draws(size, batch_size, rng, static_shapes):
+    """Indices and masks of one draw after the other."""
+    multiple = capacity(batch_size, size) if static_shapes else 1
+    while True:
+        indices = poisson_indices(size, batch_size, rng)
+        yield _pad(indices, padded_size(len(indices), multiple))
+
+
+def _gathered(draws, arrays):
+    """The rows of the arrays that were drawn, and the mask."""
+    present, leaves = _flattened(arrays)
     # The data set may not fit an accelerator; only batches should go there.
     with tf.device("CPU:0"):
         tensors = tuple(
             leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
-            for leaf in tf.nest.flatten(arrays)
-            if leaf is not None
+            for leaf in leaves
         )
-
-    def draws() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        while True:
-            indices = poisson_indices(size, expected_batch_size, rng)
-            yield _pad(indices, padded_size(len(indices), multiple))
 
     def gather(draw, tensors):
         indices, mask = draw
@@ -208,25 +413,39 @@ def poisson_dataset(
     data = tf.data.Dataset.zip(
         data, tf.data.Dataset.from_tensors(tensors).repeat()
     )
-    data = data.map(gather, num_parallel_calls=tf.data.AUTOTUNE)
-    if transform is not None:
+    return data.map(gather, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def _finish(data, transforms, kind):
+    for transform in transforms:
         data = data.map(
-            lambda batch, mask: (
+            lambda batch, mask, transform=transform: (
                 keras.tree.lists_to_tuples(transform(batch)),
                 mask,
             ),
             num_parallel_calls=tf.data.AUTOTUNE,
         )
-    data = data.map(PoissonBatch)
+    data = data.map(kind)
     data = data.apply(
         tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
     )
     return data.prefetch(tf.data.AUTOTUNE)
 
 
+def _flattened(structure):
+    """Which leaves are present, and these."""
+    present = tf.nest.map_structure(lambda leaf: leaf is not None, structure)
+    leaves = tf.nest.flatten(structure)
+    return present, [leaf for leaf in leaves if leaf is not None]
+
+
+def _tensor_or_none(leaf):
+    return None if leaf is None else tf.convert_to_tensor(leaf)
+
+
 def is_arrays(x: Any) -> bool:
     """Whether data is held in memory, so that it can be sampled here."""
-    streams = (tf.data.Dataset, keras.utils.PyDataset)
+    streams = (tf.data.Dataset, keras.utils.PyDataset, PoissonDataset)
     return not isinstance(x, streams) and not hasattr(x, "__next__")
 
 
@@ -265,7 +484,7 @@ def without_lists(structure: Any) -> Any:
 
 def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
     """The data without its last part, and that part, for validation."""
-    count = num_examples(arrays)
+    count = num_examples_of(arrays)
     kept = math.floor(count * (1 - fraction))
     if not 0 < kept < count:
         raise ValueError(
@@ -283,7 +502,7 @@ def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
 
 def some(arrays: Any, rows: int = 64) -> Any:
     """Some rows of every array, from all over it: data may be sorted."""
-    count = num_examples(arrays)
+    count = num_examples_of(arrays)
     chosen = np.linspace(0, count - 1, min(rows, count)).astype(np.int64)
     return tf.nest.map_structure(
         lambda leaf: None if leaf is None else _rows(leaf, chosen), arrays
@@ -307,8 +526,7 @@ def peek(stream: Any) -> tuple[tuple[Any, Any, Any], Any]:
         stream = _put_back(first, stream)
     if first is None:
         raise ValueError("The data set is empty.")
-    batch, _ = unpack(first)
-    return some(as_arrays(batch)), stream
+    return some(as_arrays(unpack(first).batch)), stream
 
 
 def _put_back(first, stream):

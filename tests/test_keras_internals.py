@@ -364,3 +364,48 @@ def test_quantized_layers_are_told():
     assert _keras.is_quantized(layer)
     assert not _keras.is_quantized(layers.Flatten())
     assert _keras.described(layer) == "Layer 'mine' (Dense)"
+
+
+def saved(path):
+    """A model with a saveable object among its attributes, in a file."""
+
+    class Note(_keras.KerasSaveable):
+        def _obj_type(self):
+            return "Layer"
+
+        def save_own_variables(self, store):
+            store["text"] = np.frombuffer(b"note", np.uint8)
+
+    model = keras.Sequential([layers.Input((2,)), layers.Dense(1)])
+    model.note = Note()
+    if path.suffix == ".keras":
+        model.save(path)
+    elif path.suffix == ".json":
+        model.save_weights(path, max_shard_size=1)
+    else:
+        model.save_weights(path)
+
+
+@pytest.mark.parametrize("name", ["m.keras", "m.weights.h5", "m.weights.json"])
+def test_saveable_attributes_are_in_the_file_and_passed_over(name, tmp_path):
+    saved(tmp_path / name)
+    with _keras.weights_store(tmp_path / name) as store:
+        assert bytes(store.get("note")["text"]) == b"note"
+        assert "text" not in store.get("other").keys()
+    plain = keras.Sequential([layers.Input((2,)), layers.Dense(1)])
+    plain.load_weights(tmp_path / name)
+
+
+def test_a_step_can_be_made_on_any_data():
+    seen = []
+
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            seen.append(data)
+            return {"loss": tf.constant(3.0)}
+
+    model = Model([layers.Input((2,)), layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    logs = _keras.train_on(model, {"any": tf.constant(1)})
+    assert logs == {"loss": 3.0} and int(seen[0]["any"]) == 1
+    assert _keras.in_order(model, logs) == 3.0

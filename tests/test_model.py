@@ -226,7 +226,7 @@ def test_batches_not_drawn_here_have_no_finite_epsilon():
     x, y = data()
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16, True)
     model = compiled(functional())
-    model.fit(dataset, verbose=0)
+    model.fit(dataset, num_examples="unknown", verbose=0)
     assert model._privacy.expected_batch_size == 16
     assert model.privacy_spent(1e-3) == np.inf
     assert "not known" in model.privacy_statement(1e-3)
@@ -238,7 +238,7 @@ def test_batches_not_drawn_here_have_no_finite_epsilon():
     model = compiled(
         DPSequential([layers.Dense(3)], **SETTINGS, expected_batch_size=8)
     )
-    model.fit(batches(), steps_per_epoch=3, verbose=0)
+    model.fit(batches(), steps_per_epoch=3, num_examples="unknown", verbose=0)
     assert model.privacy_spent(1e-3) == np.inf
 
 
@@ -459,10 +459,11 @@ def test_private_models_are_freed():
 
 def test_import_is_light():
     code = (
-        "import sys, keras_fastclip; "
+        "import sys, keras, dp_accounting; "  # Keras tries some of them.
+        "before = set(sys.modules); import keras_fastclip; "
         "heavy = {'tensorflow_privacy', 'matplotlib', 'keras_hub'}; "
-        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) "
-        "else 0)"
+        "found = heavy & (set(sys.modules) - before); "
+        "sys.exit(str(found) if found else 0)"
     )
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
@@ -476,19 +477,13 @@ def test_all_public_names_exist():
 # -- what the ledger must not miss -------------------------------------------
 
 
-def test_optimizer_steps_without_a_record_make_epsilon_infinite(tmp_path):
+def test_optimizer_steps_without_a_record_make_epsilon_infinite():
     x, y = data()
-    model = compiled(functional())
-    model.fit(x, y, batch_size=16, verbose=0)
-    model.save_weights(str(tmp_path / "w.weights.h5"))
-    again = compiled(functional())
-    again.load_weights(str(tmp_path / "w.weights.h5"))
-    assert again.privacy_spent(1e-3) == np.inf
-    assert "more steps" in again.privacy_statement(1e-3)
     plain = keras.Sequential([layers.Dense(3)])
     compiled(plain).fit(x, y, verbose=0)
     make_private(plain, **SETTINGS)
     assert plain.privacy_spent(1e-3) == np.inf
+    assert "more steps" in plain.privacy_statement(1e-3)
     compiled(plain).fit(x, y, batch_size=16, verbose=0)
 
 

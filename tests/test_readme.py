@@ -5,6 +5,7 @@ import re
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import keras_fastclip
@@ -32,6 +33,41 @@ def test_quick_start_and_follow_epsilon(capsys):
     assert "PRIVACY STATEMENT" in capsys.readouterr().out
     exec(block_with("EpsilonTracker"), names)
     assert 0 < names["model"].privacy_spent(1e-5) < np.inf
+    with pytest.raises(keras_fastclip.BudgetExceededError):  # It is 10 now.
+        exec(block_with("PrivacyBudget(3.0"), names)
+
+
+def test_targets_loops_and_records(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    names = {
+        "keras": keras,
+        "keras_fastclip": keras_fastclip,
+        "x": rng.normal(size=(512, 8)).astype("float32"),
+        "y": rng.integers(0, 10, 512),
+    }
+    loss = keras.losses.SparseCategoricalCrossentropy(True)
+    exec(block_with("target_epsilon=3.0"), names)
+    model = names["model"]
+    model.compile("sgd", loss)
+    model.fit(names["x"], names["y"], batch_size=256, epochs=2, verbose=0)
+    assert 2.9 < model.privacy_spent(1e-5) <= 3.0
+    plain = keras.Sequential([keras.layers.Dense(10)])
+    names["model"] = model = keras_fastclip.make_private(
+        plain,
+        l2_norm_clip=1.0,
+        noise_multiplier=4.0,
+        max_epsilon=1.0,
+        delta=0.1,
+    )
+    model.compile("sgd", loss)
+    with pytest.raises(keras_fastclip.BudgetExceededError):
+        exec(block_with("in keras_fastclip.PoissonDataset("), names)
+    spent = model.privacy_spent(1e-5)
+    assert 0 < spent < np.inf
+    model.save("model.keras")
+    exec(block_with('record="model.keras"'), names)
+    assert names["model"].privacy_spent(1e-5) == spent
 
 
 def test_rule_of_the_readme_is_right(float64):

@@ -180,24 +180,24 @@ def test_capacity_is_eight_deviations_above_the_mean():
 
 def test_num_examples_skips_none():
     structure = ({"a": np.zeros((7, 2))}, [np.zeros(7), None], None)
-    assert sampling.num_examples(structure) == 7
+    assert sampling.num_examples_of(structure) == 7
 
 
 def test_num_examples_names_different_sizes():
     with pytest.raises(ValueError, match=r"\[7, 8\]"):
-        sampling.num_examples((np.zeros(7), np.zeros((8, 2))))
+        sampling.num_examples_of((np.zeros(7), np.zeros((8, 2))))
 
 
 @pytest.mark.parametrize("structure", [None, (), (None, {"a": None})])
 def test_num_examples_needs_an_array(structure):
     with pytest.raises(ValueError, match="no arrays"):
-        sampling.num_examples(structure)
+        sampling.num_examples_of(structure)
 
 
 @pytest.mark.parametrize("leaf", [3, "abc", np.float32(1)])
 def test_num_examples_refuses_scalars(leaf):
     with pytest.raises(ValueError, match="leading size"):
-        sampling.num_examples((np.zeros(3), leaf))
+        sampling.num_examples_of((np.zeros(3), leaf))
 
 
 # The dataset.

@@ -10,6 +10,7 @@ right.
 import types
 import warnings
 
+import dp_accounting
 import keras
 import numpy as np
 import pytest
@@ -1409,14 +1410,18 @@ class TestEveryWayToTrain:
         assert model.privacy_spent(DELTA) == np.inf
         assert "not known" in model.privacy_statement(DELTA)
 
-    def test_other_noise_between_fits(self):
-        """It is changed by a new model, which keeps the record."""
+    @pytest.mark.parametrize("way", ["in place", "by a new model"])
+    def test_other_noise_between_fits(self, way):
         model = counted()
         model.fit(*many(), 4, verbose=0)
         spent = model.privacy_spent(DELTA, "rdp")
-        config = {**model.get_config(), "noise_multiplier": 5.0}
-        again = compiled(type(model).from_config(config), run_eagerly=True)
-        again.set_weights(model.get_weights())
+        again = model
+        if way == "in place":
+            model.set_privacy(noise_multiplier=5.0)
+        else:
+            config = {**model.get_config(), "noise_multiplier": 5.0}
+            again = compiled(type(model).from_config(config), run_eagerly=True)
+            again.set_weights(model.get_weights())
         assert again.privacy_spent(DELTA, "rdp") == spent
         again.fit(*many(), 4, verbose=0)
         noises = [
@@ -1426,7 +1431,7 @@ class TestEveryWayToTrain:
         assert noises == [1.0, 5.0] and steps(again) == [4, 4]
         assert again.privacy_spent(DELTA, "rdp") > spent
 
-    def test_noise_cannot_be_changed_in_place(self):
+    def test_noise_cannot_be_changed_behind_the_record(self):
         with pytest.raises(AttributeError):
             counted()._privacy.settings.noise_multiplier = 5.0
         with pytest.raises(ValueError, match="private already"):
@@ -1477,7 +1482,11 @@ class TestSampler:
     def test_shuffled_batches_are_not(self):
         dataset = tf.data.Dataset.from_tensor_slices(many())
         model = counted()
-        model.fit(dataset.shuffle(16).batch(4, True), verbose=0)
+        batches = dataset.shuffle(16).batch(4, True)
+        model.fit(batches, num_examples=16, verbose=0)
+        spent = model.privacy_spent(DELTA)
+        assert spent == dp_accounting.get_epsilon_gaussian(1.0, DELTA)
+        model.fit(batches, num_examples="unknown", verbose=0)
         assert model.privacy_spent(DELTA) == np.inf
         assert "not known" in model.privacy_statement(DELTA)
 

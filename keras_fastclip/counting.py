@@ -1,0 +1,130 @@
+"""Steps are counted inside the step, so that none goes by uncounted.
+
+What a step costs depends on how its batch was drawn. A batch drawn by Poisson
+sampling is one use of the sampler. Where batches come from passes over the
+data, an example is used once in each pass, so what counts is how many passes
+were begun. Of other batches it is not known.
+
+Formal guarantee: for passes in which every `pass_size` consecutive examples
+hold each example at most once, a single example has entered the noised sums at
+most as if by `uses` batches that hold it once: a batch that spans the borders
+of passes may hold an example k times, which for Gaussian noise is worth k² of
+these uses.
+"""
+
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+
+POISSON, PASSES, UNKNOWN = range(3)
+
+UNLIMITED = np.iinfo(np.int64).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """What a step that is about to be made would cost.
+
+    Attributes:
+        poisson: whether the batch was drawn by Poisson sampling.
+        kind: scalar, POISSON, PASSES or UNKNOWN.
+        slot: scalar, which noise multiplier it has.
+        uses: scalar, how often it may use one example more than the steps
+            before it.
+        rows: scalar, examples in the batch.
+    """
+
+    poisson: bool
+    kind: tf.Tensor
+    slot: tf.Tensor
+    uses: tf.Tensor
+    rows: tf.Tensor
+
+
+class Counter:
+    """Variables of a model that count its steps.
+
+    Args:
+        slots: how many noise multipliers there may be.
+    """
+
+    def __init__(self, slots: int):
+        def variable(value):
+            value = np.asarray(value, np.int64)
+            return tf.Variable(value, dtype=tf.int64, trainable=False)
+
+        with tf.init_scope():
+            # All steps of the model's life, those before loading included.
+            self.total = variable(0)
+            self.steps = variable(np.zeros((3, slots)))
+            self.uses = variable(np.zeros((3, slots)))
+            # Of the passes at hand: their size, zero if it is not known, the
+            # examples seen since the first began, and the latest slot.
+            self.pass_size = variable(0)
+            self._position = variable(0)
+            self._latest_slot = variable(-1)
+            # A step is made only if the uses stay within this.
+            self._allowed = variable(UNLIMITED)
+
+    def cost(self, poisson: bool, rows: tf.Tensor, slot: tf.Tensor) -> Use:
+        """What a step on such a batch would cost; counts nothing yet."""
+        slot, rows = tf.cast(slot, tf.int64), tf.cast(rows, tf.int64)
+        one = tf.ones([], tf.int64)
+        if poisson:
+            return Use(poisson, POISSON * one, slot, one, rows)
+        known = self.pass_size > 0
+        kind = tf.where(known, PASSES * one, UNKNOWN * one)
+        uses = tf.where(known, self._uses_of_pass(rows, slot), one)
+        return Use(poisson, kind, slot, uses, rows)
+
+    def _uses_of_pass(self, rows, slot):
+        size = tf.maximum(self.pass_size, 1)
+        start = self._position
+        first = start // size
+        last = (start + rows - 1) // size
+        begins = tf.cast(start % size == 0, tf.int64)
+        # At another noise multiplier the pass counts anew: where in the pass
+        # an example comes is not known.
+        changed = tf.cast(slot != self._latest_slot, tf.int64)
+        times = last - first + 1
+        uses = last - first + tf.maximum(begins, changed) + times * (times - 1)
+        return tf.where(rows > 0, uses, tf.zeros_like(uses))
+
+    def count(self, use: Use) -> None:
+        """Counts a step."""
+        shape = tf.shape(self.steps)
+        place = use.kind * tf.cast(shape[1], tf.int64) + use.slot
+        here = tf.one_hot(place, tf.reduce_prod(shape), dtype=tf.int64)
+        here = tf.reshape(here, shape)
+        self.steps.assign_add(here)
+        self.uses.assign_add(here * use.uses)
+        self.total.assign_add(1)
+        if not use.poisson:
+            self._position.assign_add(use.rows)
+            self._latest_slot.assign(use.slot)
+
+    def within(self, use: Use) -> tf.Tensor:
+        """Whether a step with this cost is allowed."""
+        return tf.reduce_sum(self.uses) + use.uses <= self._allowed
+
+    # -- from outside of the step -------------------------------------------
+
+    def new_pass(self) -> None:
+        """The next example may be one that was seen already."""
+        self._position.assign(0)
+        self._latest_slot.assign(-1)
+
+    def allow(self, further: int | None) -> None:
+        """Allows so many further uses; None for any number."""
+        spent = int(tf.reduce_sum(self.uses))
+        self._allowed.assign(UNLIMITED if further is None else spent + further)
+
+    @property
+    def allowed(self) -> int:
+        """How many further uses are allowed."""
+        return int(self._allowed) - int(tf.reduce_sum(self.uses))
+
+    def taken(self) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and uses so far, each (kinds, slots)."""
+        return self.steps.numpy(), self.uses.numpy()
