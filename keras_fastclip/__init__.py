@@ -2,6 +2,7 @@
 
 from keras_fastclip.accounting import calibrate_noise
 from keras_fastclip.callbacks import (
+    BackupAndRestore,
     EpsilonTracker,
     GradientNormMonitor,
     PrivacyBudget,
@@ -33,6 +34,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "AdaptiveNorm",
     "AutomaticClipping",
+    "BackupAndRestore",
     "BudgetExceededError",
     "Clipping",
     "DPModel",

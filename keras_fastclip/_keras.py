@@ -409,16 +409,12 @@ def weights_store(path: str | os.PathLike):
         yield store
 
 
-def train_on(model: keras.Model, data: Any) -> dict[str, Any]:
+def train_on(model: keras.Model, data: Any, return_dict: bool) -> Any:
     """One step on what a train step takes, as `train_on_batch` makes it."""
     model.make_train_function()
     model.reset_metrics()
-    return pythonify_logs(model.train_function(iter([data])))
-
-
-def in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
-    """The logs as `train_on_batch` returns them if not as a dict."""
-    return model._flatten_metrics_in_order(logs)
+    logs = pythonify_logs(model.train_function(iter([data])))
+    return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
 def save_as(cls: type, original: type) -> None:

@@ -1,5 +1,6 @@
 """Callbacks that report privacy during training, and that stop it."""
 
+import os
 from typing import Any
 
 import keras
@@ -119,12 +120,11 @@ class PrivacyBudget(_PrivateCallback):
         # Not before: on_train_begin of another callback may restore a run.
         if not self._active:
             self._active = True
-            steps = self.params.get("steps")
-            planned = (steps or 0) * self.params["epochs"]
+            steps = self.params.get("steps") or 0
             budget = Budget(
                 self.epsilon,
                 self.delta,
-                planned or Budget._field_defaults["at_most"],
+                steps * self.params.get("epochs", 0),
                 self.accountant,
             )
             self.model._privacy.add_budget(self.model, budget)
@@ -204,6 +204,38 @@ class GradientNormMonitor(_PrivateCallback):
             logs[f"nonprivate_norm_p{100 * quantile:g}"] = norm
 
 
+class BackupAndRestore(keras.callbacks.BackupAndRestore):
+    """`keras.callbacks.BackupAndRestore` with files that are always whole.
+
+    Keras writes over the files that it has, and a process that is killed
+    meanwhile cannot resume. Here new files take the place of the old ones only
+    when they are written, so that training resumes after a crash at any
+    moment. Weights and the record of private steps are one file.
+
+    Args:
+        backup_dir, save_freq, double_checkpoint, delete_checkpoint: as there.
+
+    Example:
+
+    >>> backup = keras_fastclip.BackupAndRestore("backup", save_freq=100)
+    >>> model.fit(x, y, epochs=100, callbacks=[backup])
+    """
+
+    def _save_model(self) -> None:
+        final = self._weights_path, self._training_metadata_path
+        new = [
+            os.path.join(os.path.dirname(path), "new-" + os.path.basename(path))
+            for path in final
+        ]
+        self._weights_path, self._training_metadata_path = new
+        try:
+            super()._save_model()
+        finally:
+            self._weights_path, self._training_metadata_path = final
+        for written, path in zip(new, final, strict=True):
+            os.replace(written, path)
+
+
 class Histogram:
     """Counts norms inside the train step, by bins of five percent."""
 
@@ -261,23 +293,31 @@ class PassBegin(keras.callbacks.Callback):
     """The last of the callbacks: what follows is a step of `fit`.
 
     Args:
-        restarts: whether every epoch sees the data anew.
+        restart: after how many batches Keras begins with the data anew, at
+            the end of that epoch; 0 for every epoch, None for never.
+        aligned: whether it then begins with a pass.
     """
 
-    def __init__(self, restarts: bool):
+    def __init__(self, restart: int | None, aligned: bool):
         super().__init__()
-        self.restarts = restarts
+        self.restart, self.aligned = restart, aligned
+        self._batches = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self.model._privacy.counter.new_pass(self.aligned)
 
     def on_epoch_begin(
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        if self.restarts:
-            self.model._privacy.counter.new_pass()
+        if self.restart is not None and self._batches >= self.restart:
+            self.model._privacy.counter.new_pass(self.aligned)
+            self._batches = 0
 
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         self.model._privacy.pass_goes_on(True)
+        self._batches += self.model.steps_per_execution
 
 
 class PassEnd(keras.callbacks.Callback):
@@ -285,5 +325,14 @@ class PassEnd(keras.callbacks.Callback):
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        self.model._privacy.pass_goes_on(False)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        # A stream that runs out ends an epoch without the end of a batch.
+        self.model._privacy.pass_goes_on(False)
+
+    def on_epoch_end(
+        self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
         self.model._privacy.pass_goes_on(False)

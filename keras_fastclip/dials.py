@@ -53,17 +53,18 @@ class Multiplier:
         """σ of each slot."""
         return [self._number, *(_LEAST * _RATIO**k for k in range(_POINTS))]
 
-    def set(self, value: float) -> None:
-        """Sets a σ that does not follow a schedule."""
-        self._number = float(value)
-        self._constant.assign(self._number)
+    def set(self, value: float | None) -> None:
+        """Sets a σ that does not follow a schedule; None forgets it."""
+        self._number = None if value is None else float(value)
+        self._constant.assign(np.nan if value is None else value)
 
     def at(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The slot and the σ of a step; works in a graph."""
         if self.schedule is None:
             return tf.zeros([], tf.int64), self._constant.read_value()
         wanted = tf.cast(self.schedule(step), tf.float64)
-        above = tf.math.log(tf.maximum(wanted, _LEAST) / _LEAST)
+        wanted = tf.where(wanted > _LEAST, wanted, _LEAST)  # Not a number, too.
+        above = tf.math.log(wanted / _LEAST)
         # A hair less than the point itself still is that point.
         slot = tf.math.ceil(above / math.log(_RATIO) - 1e-9)
         slot = 1 + tf.minimum(tf.cast(slot, tf.int64), _POINTS - 1)

@@ -4,6 +4,7 @@ Data held in memory is sampled here. Streams are read as they come: each
 example once in a pass, as their user says by giving `num_examples`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -34,7 +35,9 @@ class Feed:
         keras_steps: what Keras is told of it.
         fit: of the model if it were not private.
         preprocessed: turns validation data into what the model takes.
-        restarts: whether an epoch starts with examples that were seen before.
+        restart: after how many batches Keras reads the data anew, at the end
+            of that epoch; 0 for every epoch, None for never.
+        aligned: whether passes are known to begin there.
     """
 
     data: Any
@@ -45,7 +48,8 @@ class Feed:
     keras_steps: int | None
     fit: Callable
     preprocessed: Callable
-    restarts: bool = False
+    restart: int | None = None
+    aligned: bool = True
 
 
 def drawn_here(
@@ -111,7 +115,7 @@ def drawn_here(
         ),
         preprocessed=functools.partial(_keras.preprocessed, model),
         # With `take`, every epoch begins with a new shuffle.
-        restarts=not poisson and keras_steps is None,
+        restart=0 if keras_steps is None else None,
     )
     return feed, validation_data
 
@@ -134,8 +138,9 @@ def stream(
         raise ValueError(
             f"How often `fit` uses each example of a {type(x).__name__} is not "
             "known, so no epsilon could be stated. Pass num_examples=, the "
-            "number of distinct examples, if each comes once in every pass "
-            "over the data (no amplification by sampling is then counted); or "
+            "number of distinct examples, if each comes at most once in every "
+            "pass over the data (no amplification by sampling is then "
+            "counted); or "
             "pass arrays or a keras_fastclip.PoissonDataset, which is sampled "
             "as the accountant assumes; or num_examples='unknown' to train "
             "with an infinite epsilon."
@@ -146,16 +151,20 @@ def stream(
         _validate.positive_integer(num_examples=num_examples)
         expected = batch_size or model._privacy.settings.expected_batch_size
         source = Source(False, int(num_examples), expected)
+    aligned = not model._privacy.has_read(x)
     some, x = sampling.peek(x)
-    endless = hasattr(x, "__next__")
     if isinstance(x, tf.data.Dataset):
-        endless = int(x.cardinality()) == tf.data.INFINITE_CARDINALITY
-    if isinstance(x, keras.utils.PyDataset) and steps_per_epoch:
-        if steps_per_epoch > x.num_batches:
-            raise ValueError(
-                f"steps_per_epoch={steps_per_epoch} is more than the "
-                f"{x.num_batches} batches of the data set."
-            )
+        size = int(x.cardinality())
+        endless = size == tf.data.INFINITE_CARDINALITY
+    else:
+        size = getattr(x, "num_batches", None)
+        endless = size is None
+    restart = None
+    if not endless:
+        restart = 0 if steps_per_epoch is None else size
+    if not endless and steps_per_epoch and size < 0:
+        # When the data runs out is not known beforehand.
+        restart, aligned = 0, False
     return Feed(
         data=x,
         source=source,
@@ -165,26 +174,34 @@ def stream(
         keras_steps=steps_per_epoch,
         fit=functools.partial(inherited(model, "fit"), **options),
         preprocessed=lambda validation_data, batch_size: validation_data,
-        restarts=not endless,
+        restart=restart,
+        aligned=aligned,
     )
 
 
-def with_own_callbacks(model: keras.Model, callbacks: Any, feed: Feed) -> Any:
-    """The user's callbacks and those that `fit` needs itself."""
+@contextlib.contextmanager
+def own_callbacks(model: keras.Model, callbacks: Any, feed: Feed):
+    """Gives the user's callbacks and those that `fit` needs itself."""
     first, last, settings = [], [], model._privacy.settings
     if settings.budget is not None:
         last.append(PrivacyBudget(settings.budget, settings.delta))
     if feed.source is not None and not feed.source.poisson:
-        first, last = [PassEnd()], [*last, PassBegin(feed.restarts)]
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        for callback in [*first, *last]:
-            callback.set_model(model)
-            callback.set_params(callbacks.params)
-        callbacks.callbacks[:] = [*first, *callbacks.callbacks, *last]
-        return callbacks
-    if isinstance(callbacks, keras.callbacks.Callback):
-        callbacks = [callbacks]
-    return [*first, *(callbacks or []), *last]
+        first = [PassEnd()]
+        last.append(PassBegin(feed.restart, feed.aligned))
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        if isinstance(callbacks, keras.callbacks.Callback):
+            callbacks = [callbacks]
+        yield [*first, *(callbacks or []), *last]
+        return
+    users = list(callbacks.callbacks)
+    for callback in [*first, *last]:
+        callback.set_model(model)
+        callback.set_params(callbacks.params or {})
+    callbacks.callbacks[:] = [*first, *users, *last]
+    try:
+        yield callbacks
+    finally:
+        callbacks.callbacks[:] = users
 
 
 def inherited(model: keras.Model, name: str) -> Callable:

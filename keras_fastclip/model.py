@@ -17,7 +17,6 @@ import tensorflow as tf
 from keras_fastclip import (
     _keras,
     accounting,
-    dials,
     feeding,
     losses,
     methods,
@@ -29,12 +28,8 @@ from keras_fastclip import (
 from keras_fastclip import record as privacy_record
 from keras_fastclip.capture import Recording
 from keras_fastclip.parts import make_parts
-from keras_fastclip.privacy import (
-    Privacy,
-    Settings,
-    Source,
-    require_trainable,
-)
+from keras_fastclip.privacy import Privacy, Source, require_trainable
+from keras_fastclip.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,17 +200,18 @@ class PrivateTraining:
                 class_weight=class_weight,
                 validation_split=validation_split,
             )
-        privacy.prepare(self, feed.some, feed.batch_size)
-        privacy.calibrate(
-            feed.source, epochs - initial_epoch, feed.steps_per_epoch
-        )
         validation_batch_size = validation_batch_size or batch_size
-        with privacy.fitting(self, feed.source):
+        with (
+            privacy.fitting(self, feed.source),
+            feeding.own_callbacks(self, callbacks, feed) as callbacks,
+        ):
+            privacy.prepare(self, feed.some, feed.batch_size)
+            privacy.calibrate(epochs - initial_epoch, feed.steps_per_epoch)
             return feed.fit(
                 feed.data,
                 epochs=epochs,
                 verbose=verbose,
-                callbacks=feeding.with_own_callbacks(self, callbacks, feed),
+                callbacks=callbacks,
                 initial_epoch=initial_epoch,
                 steps_per_epoch=feed.keras_steps,
                 validation_data=feed.preprocessed(
@@ -236,29 +232,32 @@ class PrivateTraining:
         return_dict=False,
     ):
         privacy = self._privacy
-        if isinstance(x, sampling.DrawnBatch):
-            data = x.take()
-            batch = sampling.some(sampling.unpack(data).batch)
-            privacy.prepare(self, batch, x.batch_size)
-            source = Source(True, x.num_examples, x.batch_size)
-            step = functools.partial(_keras.train_on, self, data)
-            with privacy.batches_from(self, source):
-                logs = privacy.require_within(self, step)
-            return logs if return_dict else _keras.in_order(self, logs)
-        batch = sampling.as_arrays((x, y, sample_weight))
         transform = _keras.preprocessing_of(self)
-        if transform is not None:
-            batch = transform(batch)
-        privacy.prepare(self, sampling.some(batch), None)
-        step = functools.partial(
-            feeding.inherited(self, "train_on_batch"),
-            x,
-            y,
-            sample_weight=sample_weight,
-            class_weight=class_weight,
-            return_dict=return_dict,
-        )
-        return privacy.require_within(self, step)
+        if isinstance(x, sampling.DrawnBatch):
+            data, source = x.take(), Source(True, x.num_examples, x.batch_size)
+            if transform is not None:
+                data = data._replace(batch=transform(data.batch))
+            batch, size = sampling.unpack(data).batch, x.batch_size
+            step = functools.partial(
+                _keras.train_on, self, data, return_dict=return_dict
+            )
+        else:
+            batch, source = sampling.as_arrays((x, y, sample_weight)), None
+            size = None
+            if transform is not None:
+                batch = transform(batch)
+            step = functools.partial(
+                feeding.inherited(self, "train_on_batch"),
+                x,
+                y,
+                sample_weight=sample_weight,
+                class_weight=class_weight,
+                return_dict=return_dict,
+            )
+        with privacy.batches_from(self, source):
+            privacy.prepare(self, sampling.some(batch), size)
+            privacy.require_room(self)
+            return step()
 
     def set_privacy(self, **changes) -> None:
         """Changes privacy arguments, usually between two calls of `fit`.
@@ -297,7 +296,7 @@ class PrivateTraining:
         return accounting.statement(
             privacy.ledger(self),
             delta,
-            l2_norm_clip=dials.first_norm(privacy.settings.l2_norm_clip),
+            l2_norm_clip=privacy.the_clip_norm(),
             seeded=privacy.settings.seed is not None,
             notes=privacy.notes(),
         )

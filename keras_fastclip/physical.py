@@ -37,8 +37,9 @@ def in_chunks(model: keras.Model, batch: tuple, real: Any, size: int, add):
     rows = first.shape[0] or tf.shape(first)[0]
     if real is None:
         real = tf.ones([rows], tf.bool)
-    # Rows that are not real come last, and chunks of such rows are left out.
-    ends = tf.where(real, tf.range(1, rows + 1), 0)
+    # Rows that are not real come last, and chunks of such rows are left out,
+    # but for the first one, which tells what weights there are.
+    ends = tf.where(real, tf.range(1, rows + 1), 1)
     needed = tf.reduce_max(tf.concat([ends, [0]], 0))
     missing = -rows % size
     batch, real = _map(lambda leaf: _padded(leaf, missing), (batch, real))

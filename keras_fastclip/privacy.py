@@ -1,10 +1,10 @@
-"""What a private model carries beside its layers: settings, noise, ledger."""
+"""What a private model carries beside its layers: noise, ledger, budgets."""
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+import secrets
+import weakref
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -29,130 +29,8 @@ from keras_fastclip.accounting import (
 from keras_fastclip.capture import Plan
 from keras_fastclip.noise import GaussianNoise
 from keras_fastclip.probe import probe
-from keras_fastclip.registry.lookup import LayerRegistry, default_registry
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The privacy arguments of a model; see `DPModel`."""
-
-    # Arguments that may be objects with a config.
-    OBJECTS: ClassVar[tuple[str, ...]] = (
-        "clipping",
-        "l2_norm_clip",
-        "noise_multiplier",
-    )
-
-    l2_norm_clip: Any
-    noise_multiplier: Any = None
-    method: str = "auto"
-    clipping: Any = "flat"
-    expected_batch_size: int | None = None
-    registry: LayerRegistry | None = None
-    strict: bool = False
-    seed: int | None = None
-    memory_budget: int | None = None
-    ways: dict[str, str] | None = None
-    sampling: str = "poisson"
-    physical_batch_size: int | str | None = None
-    target_epsilon: float | None = None
-    max_epsilon: float | None = None
-    delta: float | None = None
-
-    def __post_init__(self):
-        dials.validate(self.l2_norm_clip, self.noise_multiplier)
-        self._validate_budget()
-        _validate.one_of(tuple(methods.METHODS), method=self.method)
-        _validate.one_of(("poisson", "shuffle"), sampling=self.sampling)
-        if self.physical_batch_size not in (None, "auto"):
-            _validate.positive_integer(
-                physical_batch_size=self.physical_batch_size
-            )
-        if self.expected_batch_size is not None:
-            _validate.positive_integer(
-                expected_batch_size=self.expected_batch_size
-            )
-        if self.seed is not None:
-            _validate.non_negative_integer(seed=self.seed)
-        if self.memory_budget is not None:
-            _validate.non_negative_integer(memory_budget=self.memory_budget)
-        if self.ways is not None:
-            _validate_ways(self.ways, self.method)
-        if self.registry is not None and not isinstance(
-            self.registry, LayerRegistry
-        ):
-            raise ValueError(
-                "`registry` must be a keras_fastclip.LayerRegistry; received "
-                f"registry={self.registry!r}."
-            )
-        clipping.get(self.clipping, dials.first_norm(self.l2_norm_clip))
-
-    def _validate_budget(self):
-        if (self.noise_multiplier is None) == (self.target_epsilon is None):
-            raise ValueError(
-                "Give either noise_multiplier, or target_epsilon with delta "
-                "to have it calibrated by `fit`; received "
-                f"noise_multiplier={self.noise_multiplier!r}, "
-                f"target_epsilon={self.target_epsilon!r}."
-            )
-        for name in ("target_epsilon", "max_epsilon"):
-            value = getattr(self, name)
-            if value is not None:
-                _validate.positive(**{name: value})
-                if self.delta is None:
-                    raise ValueError(f"`{name}` needs `delta` beside it.")
-        if self.delta is not None:
-            accounting.check_delta(self.delta)
-
-    @property
-    def budget(self) -> float | None:
-        """ε that must not be exceeded at `delta`."""
-        given = [self.target_epsilon, self.max_epsilon]
-        return min((e for e in given if e is not None), default=None)
-
-    def get_config(self) -> dict[str, Any]:
-        """All but the registry, which holds functions, and the seed."""
-        config = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("registry", "seed")
-        }
-        for name in self.OBJECTS:
-            if hasattr(config[name], "get_config"):
-                config[name] = keras.saving.serialize_keras_object(config[name])
-        return config
-
-    @classmethod
-    def deserialized(cls, config: dict[str, Any], custom_objects=None) -> dict:
-        """A config, of a model or of settings, with objects made again."""
-        config = dict(config)
-        for name in cls.OBJECTS:
-            value = config.get(name)
-            if isinstance(value, dict) and "class_name" in value:
-                config[name] = keras.saving.deserialize_keras_object(
-                    value, custom_objects
-                )
-        return config
-
-    @classmethod
-    def names(cls) -> list[str]:
-        return [field.name for field in dataclasses.fields(cls)]
-
-
-def _validate_ways(ways, method):
-    """What can be told without the model."""
-    if not isinstance(ways, Mapping) or not all(
-        isinstance(text, str) for pair in ways.items() for text in pair
-    ):
-        raise ValueError(
-            "`ways` must be a dict from names of layers to ways such as "
-            f"'ghost' or 'keep:loop'; received ways={ways!r}."
-        )
-    if not methods.METHODS[method].planned:
-        raise ValueError(
-            f"`ways` overrides what method='auto' plans; received {method=!r}."
-        )
-
+from keras_fastclip.registry.lookup import default_registry
+from keras_fastclip.settings import Settings
 
 UNKNOWN_BATCHES = Unaccounted(
     "steps were made outside `fit`, or by `fit` on data of which it is not "
@@ -193,13 +71,14 @@ class Budget(NamedTuple):
 
     Attributes:
         epsilon, delta: the limit.
-        at_most: so many further uses, at most, are looked for.
+        at_most: so many further uses, at most, are looked for; 0 for any
+            number.
         accountant: by which it is measured.
     """
 
     epsilon: float
     delta: float
-    at_most: int = 1_000_000
+    at_most: int = 0
     accountant: str = "pld"
 
 
@@ -222,15 +101,19 @@ class Privacy:
             self.nonfinite = tf.Variable(0, dtype=tf.int64, trainable=False)
             # Whether something stops training when a step was refused.
             self._stops = tf.Variable(False, trainable=False)
-        self.monitor: Any = None
-        self._budgets: list[Budget] = []
-        self._gated = False
-        self._room: dict[Source | None, int] = {}
+        # Public, and the same for all records that continue one another.
+        self._run = secrets.token_hex(8)
         self._ledger = Ledger()
         self._source: Source | None = None
+        self._fits = 0  # those that are running, one within the other
+        self._streams_read: weakref.WeakSet = weakref.WeakSet()
+        self._budgets: list[Budget] = []
+        self._gated = settings.budget is not None
+        self.monitor: Any = None
         self._plan: Plan | None = None
         self._signature: tuple | None = None
-        self._set(settings)
+        self.settings = settings
+        self.expected_batch_size = settings.expected_batch_size
         norm = dials.first_norm(settings.l2_norm_clip)
         self.clipping = clipping.get(settings.clipping, norm)
         self.clip_norm = dials.ClipNorm(settings.l2_norm_clip)
@@ -239,12 +122,13 @@ class Privacy:
         self.registry = settings.registry or default_registry()
         self.counter = counting.Counter(dials.SLOTS)
         self._recorded = self.counter.taken()
-        if settings.budget is not None:
-            self.counter.allow(0)
+        self._norm_varied = settings.l2_norm_clip != norm
+        self._allow()
 
-    def _set(self, settings):
-        self.settings = settings
-        self.expected_batch_size = settings.expected_batch_size
+    @property
+    def steps(self) -> tf.Variable:
+        """The number of steps of the model's life."""
+        return self.counter.total
 
     # Numbers that may change are variables of the step, wherever it was
     # traced; so noise, clip norm and record never disagree.
@@ -279,18 +163,29 @@ class Privacy:
                 "Clipping of your own, which fix it."
             )
         if "noise_multiplier" in changes:
-            changes = {"target_epsilon": None, **changes}
+            # What was a target stays a budget.
+            kept = {"target_epsilon": None, "max_epsilon": self.settings.budget}
+            changes = {**kept, **changes}
         settings = dataclasses.replace(self.settings, **changes)
         self.ledger(model)
-        self._set(settings)
+        self.settings = settings
+        if "expected_batch_size" in changes:
+            self.expected_batch_size = settings.expected_batch_size
         if "noise_multiplier" in changes:
             self.multiplier.set(settings.noise_multiplier)
+            self.counter.new_pass(aligned=False)
         if "l2_norm_clip" in changes:
             self.clip_norm.set(settings.l2_norm_clip)
-        if settings.budget is not None:
-            self.counter.allow(0)
-        self._room = {}
+            self._norm_varied |= self._ledger.total_steps > 0
+        self._gated |= settings.budget is not None
+        self._allow()
+        self._trace_anew(model)
+
+    def _trace_anew(self, model):
+        """Keras holds a train function while it runs `fit`."""
         model.train_function = None
+        if self._fits:
+            model.make_train_function()
 
     # -- the ledger ---------------------------------------------------------
 
@@ -313,17 +208,14 @@ class Privacy:
             steps - self._recorded[0],
             uses - self._recorded[1],
         )
-        for slot, sigma in enumerate(self.multiplier.values):
-            for kind in range(len(steps)):
-                if new_steps[kind, slot]:
-                    known = kind != counting.UNKNOWN and self._source
-                    self._ledger.record(
-                        self._source.mechanism(sigma)
-                        if known
-                        else UNKNOWN_BATCHES,
-                        int(new_steps[kind, slot]),
-                        int(new_uses[kind, slot]),
-                    )
+        values = self.multiplier.values
+        for kind, slot in np.argwhere(new_steps):
+            mechanism = UNKNOWN_BATCHES
+            if kind != counting.UNKNOWN and self._source is not None:
+                mechanism = self._source.mechanism(values[slot])
+            self._ledger.record(
+                mechanism, int(new_steps[kind, slot]), int(new_uses[kind, slot])
+            )
         self._recorded = steps, uses
 
     def record(self, model: keras.Model) -> dict[str, Any]:
@@ -335,6 +227,8 @@ class Privacy:
                 self.multiplier.values[0] if constant else None
             ),
             "clip_norm": self.clip_norm.value,
+            "clip_norm_varied": self._norm_varied,
+            "run": self._run,
         }
 
     def continue_from(self, record: dict[str, Any]) -> None:
@@ -345,37 +239,76 @@ class Privacy:
         """
         # The optimizer may have been loaded already: its steps are on record.
         self._enter_steps()
-        saved = Ledger.from_config(record["ledger"])
-        self._ledger = _joined(self._ledger, saved)
+        saved, settings = Ledger.from_config(record["ledger"]), self.settings
+        same = record["run"] == self._run
+        if not self._ledger.entries:
+            same, self._run = True, record["run"]
+        self._ledger = _joined(self._ledger, saved, same)
         self.counter.total.assign(self._ledger.total_steps)
-        settings = self.settings
-        if settings.noise_multiplier is None:
-            if record.get("noise_multiplier") is not None:
-                self.multiplier.set(record["noise_multiplier"])
+        self.counter.new_pass(aligned=False)
+        saved_sigma = record["noise_multiplier"]
+        if settings.noise_multiplier is None and saved_sigma is not None:
+            self.multiplier.set(saved_sigma)
         if self.clip_norm.adaptive is not None:
             self.clip_norm.set(record["clip_norm"])
+        elif record["clip_norm"] != self.clip_norm.value:
+            self._norm_varied |= bool(self._ledger.entries)
+        self._norm_varied |= record["clip_norm_varied"]
         if settings.seed is not None:
             # What was drawn before must not be drawn again.
             self.sampling_rng = np.random.default_rng(
                 [settings.seed, self._ledger.total_steps]
             )
-        self._room = {}
-        if self._budgets:
-            self._allow()
+        self._allow()
+
+    def the_clip_norm(self) -> float | None:
+        """The clip norm of all steps; None if it was not the same for all."""
+        return None if self._norm_varied else self.clip_norm.value
 
     @contextlib.contextmanager
     def batches_from(self, model: keras.Model, source: Source | None):
         """Steps made inside are entered as on batches of that source."""
         self.ledger(model)  # enters what came before
-        before, self._source = self._source, source
-        self.counter.new_pass()
-        try:
-            yield
-        finally:
-            self.ledger(model)
-            self._source = before
-            self.counter.new_pass()
-            self._room = {}
+        before = self._source
+        with self.counter.other_batches():
+            self._source = source
+            self._allow()
+            try:
+                yield
+            finally:
+                self.ledger(model)
+                self._source = before
+        self._allow()
+
+    @contextlib.contextmanager
+    def fitting(self, model: keras.Model, source: Source | None):
+        """Surrounds a `fit`: what callbacks set up ends with it."""
+        before = self._budgets, self.monitor, bool(self._stops)
+        size, known = self.expected_batch_size, self.multiplier.known
+        steps = int(self.steps)
+        with self.batches_from(model, source):
+            self._budgets, self.monitor = list(self._budgets), None
+            self._stops.assign(True)
+            self._fits += 1
+            try:
+                yield
+            finally:
+                self._fits -= 1
+                monitored = self.monitor is not None
+                self._budgets, self.monitor, stops = before
+                self._stops.assign(stops)
+                if not known and int(self.steps) == steps:
+                    # The next fit may be for another number of steps.
+                    self.multiplier.set(None)
+                if self._fits:  # That fit has a batch size of its own.
+                    self.expected_batch_size = size
+                if self._fits or monitored:
+                    self._trace_anew(model)
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether the batches at hand come in passes over the data."""
+        return self._source is not None and not self._source.poisson
 
     def pass_goes_on(self, going: bool) -> None:
         """Whether batches of unknown origin are those of the pass at hand.
@@ -387,25 +320,16 @@ class Privacy:
         size = self._source.num_examples if going else 0
         self.counter.pass_size.assign(size)
 
-    @property
-    def in_passes(self) -> bool:
-        """Whether the batches of `fit` come in passes over the data."""
-        return self._source is not None and not self._source.poisson
-
-    @contextlib.contextmanager
-    def fitting(self, model: keras.Model, source: Source | None):
-        """Surrounds a `fit`: what callbacks set up ends with it."""
-        with self.batches_from(model, source):
-            self._stops.assign(True)
-            try:
-                yield
-            finally:
-                self._stops.assign(False)
-                self.pass_goes_on(False)
-                self._budgets = []
-                self.counter.allow(0 if self.settings.budget else None)
-                if self.monitor is not None:
-                    self.monitor, model.train_function = None, None
+    def has_read(self, stream: Any) -> bool:
+        """Whether an iterator may have been read from, by an earlier `fit`."""
+        if not hasattr(stream, "__next__"):
+            return False
+        try:
+            seen = stream in self._streams_read
+            self._streams_read.add(stream)
+        except TypeError:  # That cannot be told of it.
+            return True
+        return seen
 
     # -- budgets ------------------------------------------------------------
 
@@ -417,70 +341,88 @@ class Privacy:
         if not self._gated:
             # The step has to be traced with a look at the budget.
             self._gated = True
-            model.make_train_function(force=True)
+            self._trace_anew(model)
 
     def _allow(self):
         """Finds out how many further uses the budgets allow."""
         allowed = [self._allowed_by(budget) for budget in self._budgets]
+        if not allowed and self.settings.budget is not None:
+            allowed = [0]  # until `fit` or train_on_batch look at it
         self.counter.allow(min(allowed, default=None))
 
     def _allowed_by(self, budget):
+        """How many further uses a budget allows."""
         if self._source is None:
             return 0
         mechanism, ledger = self._source.mechanism, self._ledger
+        # For passes, uses are not steps; but their figure is quickly found.
+        at_most = 0 if self.in_passes else budget.at_most
+        at_most = at_most or 1_000_000
         if self.multiplier.schedule is None:
-            sigma = self.multiplier.values[0]
-            return ledger.uses_within(mechanism(sigma), *budget)
-
-        @functools.cache
-        def sigma(further):
-            step = self.counter.total + further
-            return float(self.multiplier.at(step)[1])
+            return ledger.uses_within(
+                mechanism(self.multiplier.values[0]),
+                budget.epsilon,
+                budget.delta,
+                at_most,
+                budget.accountant,
+            )
+        if self.in_passes:
+            raise ValueError(
+                "A privacy budget with a schedule of noise multipliers needs "
+                "Poisson sampling: in a pass over the data, one example meets "
+                "the noise of one step, another that of another."
+            )
+        sigmas = self._coming_sigmas(at_most)
 
         def fits(steps):
             planned = ledger
-            for further in range(steps):
-                planned = planned.plus(mechanism(sigma(further)), 1)
+            for sigma in sigmas[:steps]:
+                planned = planned.plus(mechanism(float(sigma)), 1)
             spent = planned.epsilon(budget.delta, budget.accountant)
             return spent <= budget.epsilon
 
-        return accounting.largest(fits, 0, budget.at_most)
+        if fits(at_most):
+            return at_most
+        return accounting.largest(fits, 0, at_most)
 
-    def require_within(self, model: keras.Model, step: Any) -> Any:
-        """Makes one step outside `fit`, if the model's own budget allows it.
+    def _coming_sigmas(self, count):
+        """The scheduled noise multipliers of the coming steps."""
 
-        Args:
-            model: the model.
-            step: a function that makes the step.
-        """
-        limit = self.settings.budget
-        if limit is None:
-            return step()
-        self._require_multiplier()
-        if self._room.get(self._source, 0) < 1:
-            self.ledger(model)
-            budget = Budget(limit, self.settings.delta, at_most=1000)
-            self._room = {self._source: self._allowed_by(budget)}
-        if self._room[self._source] < 1:
-            reasons = self._ledger.obstacles()
-            if self._source is None:
-                reasons = [UNKNOWN_BATCHES.reason]
-            because = "".join(f" ({reason})" for reason in reasons)
-            raise BudgetExceededError(
-                "A further step would exceed the model's privacy budget of "
-                f"epsilon = {limit:g} at delta = {self.settings.delta:g}"
-                f"{because}."
+        @tf.function
+        def sigmas(steps):
+            return tf.map_fn(
+                lambda step: self.multiplier.at(step)[1],
+                steps,
+                fn_output_signature=tf.float64,
             )
-        self._room[self._source] -= 1
+
+        return sigmas(self.steps + tf.range(count, dtype=tf.int64)).numpy()
+
+    def require_room(self, model: keras.Model) -> None:
+        """Allows one step outside `fit`, or raises if a budget forbids it."""
+        budgets = [budget._replace(at_most=1) for budget in self._budgets]
+        if self.settings.budget is not None:
+            delta = self.settings.delta
+            budgets.append(Budget(self.settings.budget, delta, at_most=1))
+        if not budgets:
+            return
+        self._require_multiplier()
+        for budget in budgets:
+            if self._allowed_by(budget) < 1:
+                reasons = list(self._ledger.obstacles())
+                if self._source is None:
+                    reasons.append(UNKNOWN_BATCHES.reason)
+                because = "".join(f" ({reason})" for reason in reasons)
+                raise BudgetExceededError(
+                    "A further step would exceed the privacy budget of "
+                    f"epsilon = {budget.epsilon:g} at "
+                    f"delta = {budget.delta:g}{because}."
+                )
         self.counter.allow(1)
-        try:
-            return step()
-        finally:
-            self.counter.allow(0)
 
     def within_budget(self, use: counting.Use, step, otherwise):
         """Makes a step, unless a budget forbids it."""
-        if self.settings.budget is None and not self._gated:
+        if not self._gated:
             return step()
 
         def refused():
@@ -491,18 +433,16 @@ class Privacy:
 
         return tf.cond(self.counter.within(use), step, refused)
 
-    def calibrate(
-        self, source: Source, epochs: int, steps_per_epoch: int | None
-    ) -> None:
+    def calibrate(self, epochs: int, steps_per_epoch: int | None) -> None:
         """Sets the noise multiplier that the target asks for, once."""
+        settings, source = self.settings, self._source
         if self.multiplier.known or source is None:
             return
-        settings = self.settings
         sigma = accounting.calibrate_noise(
             settings.target_epsilon,
             settings.delta,
             num_examples=source.num_examples,
-            batch_size=source.batch_size,
+            batch_size=source.batch_size or self.expected_batch_size,
             epochs=epochs,
             sampling="poisson" if source.poisson else "shuffle",
             steps_per_epoch=steps_per_epoch,
@@ -569,11 +509,16 @@ class Privacy:
             self.clip_norm.adapt(balance + noise, batch_size)
             sigma = self.clip_norm.gradient_sigma(sigma, stddev)
         noise = self.noise.draw(list(sums.values()), sigma * norm, step)
-        self.counter.count(use)
-        return {
-            key: total + random
-            for (key, total), random in zip(sums.items(), noise, strict=True)
-        }
+        # No update without a count, and no count without a batch.
+        with tf.control_dependencies(list(sums.values())[:1]):
+            counted = self.counter.count(use)
+        with tf.control_dependencies([counted]):
+            return {
+                key: total + random
+                for (key, total), random in zip(
+                    sums.items(), noise, strict=True
+                )
+            }
 
     def denominator(self) -> float:
         """The expected batch size: a public constant, not the realised one."""
@@ -696,28 +641,21 @@ class Privacy:
         )
 
 
-def _joined(own: Ledger, loaded: Ledger) -> Ledger:
-    """The record of a model with steps of its own that loads weights."""
-    for longer, shorter in ((own, loaded), (loaded, own)):
-        if _continues(longer.entries, shorter.entries):
-            return longer
+def _joined(own: Ledger, loaded: Ledger, same_run: bool) -> Ledger:
+    """The record of a model with steps of its own that loads weights.
+
+    Args:
+        own: the model's.
+        loaded: of the weights.
+        same_run: whether one was saved on the way to the other.
+    """
+    if same_run and loaded.total_steps >= own.total_steps:
+        return loaded
+    if same_run:
+        return own
     for entry in own.entries:
         loaded = loaded.plus(*entry)
     return loaded
-
-
-def _continues(longer, shorter):
-    """Whether one record begins as another one that was saved on the way."""
-    if not shorter:
-        return True
-    *same, last = shorter
-    place = len(same)
-    return (
-        list(longer[:place]) == same
-        and len(longer) > place
-        and longer[place].mechanism == last.mechanism
-        and longer[place].steps >= last.steps
-    )
 
 
 def _fits(signature: Any, checked: Any) -> bool:

@@ -11,7 +11,7 @@ over the data in random order, for which there is no amplification.
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -190,9 +190,8 @@ class PoissonDataset:
 
     Args:
         x: Arrays or tensors, possibly nested, with equal leading size N; or a
-            function that takes a NumPy array of indices, possibly empty, and
-            returns the batch of these examples as arrays: x, (x, y) or
-            (x, y, sample_weight).
+            function that takes a NumPy array of indices and returns the batch
+            of these examples as arrays: x, (x, y) or (x, y, sample_weight).
         y: Targets, if `x` is not a function.
         sample_weight: Weights of the examples, likewise.
         batch_size: The mean batch size b; each example is in a batch with
@@ -288,6 +287,14 @@ class PoissonDataset:
                 so that XLA compiles once. If false, pad only an empty batch,
                 to one row. Padding rows are copies of the first example.
         """
+        if self._load is None:
+            return poisson_dataset(
+                self._arrays,
+                self.batch_size,
+                rng,
+                static_shapes=static_shapes,
+                transforms=self._transforms,
+            )
         draws = functools.partial(
             _poisson_draws,
             self.num_examples,
@@ -295,11 +302,7 @@ class PoissonDataset:
             rng,
             static_shapes,
         )
-        if self._load is None:
-            data = _gathered(draws, self._arrays)
-        else:
-            data = self._loading(draws)
-        return _finish(data, self._transforms, PoissonBatch)
+        return _finish(self._loading(draws), self._transforms, PoissonBatch)
 
     def passes(
         self, rng: np.random.Generator, static_shapes: bool = False
@@ -362,7 +365,7 @@ def poisson_dataset(
     rng: np.random.Generator,
     *,
     static_shapes: bool,
-    transform: Callable[[Any], Any] | None = None,
+    transforms: Sequence[Callable[[Any], Any]] = (),
 ) -> tf.data.Dataset:
     """As `PoissonDataset.batches`, for arrays of any structure.
 
@@ -374,7 +377,6 @@ def poisson_dataset(
     draws = functools.partial(
         _poisson_draws, size, expected_batch_size, rng, static_shapes
     )
-    transforms = () if transform is None else (transform,)
     return _finish(_gathered(draws, arrays), transforms, PoissonBatch)
 
 

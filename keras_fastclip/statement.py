@@ -20,7 +20,7 @@ def statement(
     ledger: "Ledger",
     delta: float,
     *,
-    l2_norm_clip: float,
+    l2_norm_clip: float | None,
     seeded: bool = False,
     notes: Sequence[str] = (),
 ) -> str:
@@ -29,7 +29,8 @@ def statement(
     Args:
         ledger: The steps that were taken.
         delta: The delta at which epsilon is stated, in (0, 1).
-        l2_norm_clip: The bound C on the norm of one example's gradient.
+        l2_norm_clip: The bound C on the norm of one example's gradient; None
+            if it was not the same for all steps.
         seeded: Whether the noise came from a fixed seed.
         notes: Further paragraphs on what was done; one that begins with
             `"- "` is a bullet.
@@ -56,19 +57,22 @@ def statement(
     return "\n\n".join(_wrap(paragraph) for paragraph in paragraphs) + "\n"
 
 
-def _what_was_done(ledger: "Ledger", l2_norm_clip: float) -> list[str]:
+def _what_was_done(ledger: "Ledger", l2_norm_clip: float | None) -> list[str]:
     if not ledger.entries:
         return [
             "What was done. No training step was taken, so the model has not "
             "used the data."
         ]
+    limit = "limited"
+    if l2_norm_clip is not None:
+        limit = f"limited to at most {l2_norm_clip:g}"
     return [
         "What was done. The model was trained step by step on batches of "
         "examples. In each step the influence of every single example on the "
-        "model (the Euclidean norm of its gradient) was limited to "
-        f"at most {l2_norm_clip:g}, the limited contributions were added up, "
-        "and random noise was added to the sum. The noise multiplier below "
-        "is the standard deviation of that noise divided by the limit. The "
+        f"model (the Euclidean norm of its gradient) was {limit}, the limited "
+        "contributions were added up, and random noise was added to the sum. "
+        "The noise multiplier below is the standard deviation of that noise "
+        "divided by the limit. The "
         f"steps taken, {ledger.total_steps:,} in all:",
         *_bullets(ledger),
     ]

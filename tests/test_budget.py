@@ -244,6 +244,100 @@ def test_steps_that_cannot_be_accounted_for_leave_no_budget():
         )
 
 
+class During(keras.callbacks.Callback):
+    """Does something after each of the first batches."""
+
+    def __init__(self, action):
+        super().__init__()
+        self.action, self.left = action, 3
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.left:
+            self.left -= 1
+            self.action()
+
+
+@pytest.mark.parametrize("on", ["model", "callback"])
+@pytest.mark.parametrize("what", ["fit", "drawn", "unknown", "step"])
+def test_what_callbacks_do_is_within_the_budget(on, what):
+    x, y = data()
+    options, callbacks = {"expected_batch_size": 8}, []
+    if on == "model":
+        options |= {"max_epsilon": 3.0, "delta": DELTA}
+    else:
+        callbacks = [PrivacyBudget(3.0, DELTA)]
+    private = model(**options)
+    batches = iter(PoissonDataset(x, y, batch_size=32))
+
+    def action():
+        if what == "fit":
+            private.fit(x, y, batch_size=32, steps_per_epoch=1, verbose=0)
+        elif what == "drawn":
+            private.train_on_batch(next(batches))
+        elif what == "unknown":
+            private.train_on_batch(x[:8], y[:8])
+        else:
+            private.train_step((tf.constant(x[:8]), tf.constant(y[:8])))
+
+    try:
+        private.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=9,
+            verbose=0,
+            callbacks=[*callbacks, During(action)],
+        )
+    except BudgetExceededError:
+        assert what != "step"
+    assert 0 < private.privacy_spent(DELTA) <= 3.0
+
+
+def test_a_large_budget_stops_nothing():
+    x, y = data()
+    schedule = keras.optimizers.schedules.ExponentialDecay(2.0, 10, 0.9)
+    for options in ({}, {"noise_multiplier": schedule}):
+        private = model(**options)
+        private.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=2,
+            verbose=0,
+            callbacks=[PrivacyBudget(1000.0, DELTA)],
+        )
+        assert sum(e.steps for e in entries(private)) == 16
+    private = model(noise_multiplier=schedule, sampling="shuffle")
+    with pytest.raises(ValueError, match="needs Poisson sampling"):
+        private.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            verbose=0,
+            callbacks=[PrivacyBudget(3.0, DELTA)],
+        )
+
+
+def test_a_budget_can_be_lifted_and_a_target_is_kept():
+    x, y = data()
+    options = {"batch_size": BATCH, "steps_per_epoch": 2, "verbose": 0}
+    private = model(max_epsilon=1.0, delta=DELTA)
+    private.fit(x, y, **options)
+    private.set_privacy(max_epsilon=None)
+    private.fit(x, y, **options)
+    assert [e.steps for e in entries(private)] == [4]
+    private = model(noise_multiplier=None, target_epsilon=2.0, delta=DELTA)
+
+    def stop():
+        private.stop_training = True
+
+    private.fit(x, y, epochs=9, callbacks=[During(stop)], **options)
+    private.set_privacy(noise_multiplier=1.0)
+    private.fit(x, y, **{**options, "steps_per_epoch": 99})
+    assert 1.5 < private.privacy_spent(DELTA) <= 2.0
+    assert len(entries(private)) == 2
+
+
 # -- targets -----------------------------------------------------------------
 
 
@@ -285,6 +379,20 @@ def test_what_a_first_fit_left_over_is_used_by_the_next():
     options = {"batch_size": BATCH, "epochs": 3, "verbose": 0}
     private.fit(x, y, callbacks=[Stop()], **options)
     private.fit(x, y, **options)
+    assert [e.steps for e in entries(private)] == [24]
+
+
+def test_a_fit_that_made_no_step_fixes_no_noise():
+    x, y = data()
+    private = model(noise_multiplier=None, target_epsilon=2.0, delta=DELTA)
+
+    class Crash(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        private.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Crash()])
+    private.fit(x, y, batch_size=BATCH, epochs=3, verbose=0)
     assert [e.steps for e in entries(private)] == [24]
 
 

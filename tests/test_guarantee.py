@@ -1,5 +1,6 @@
 """Sampler, counter and accountant agree, whatever `fit` is given."""
 
+import collections
 import math
 
 import dp_accounting
@@ -46,6 +47,13 @@ def model(names=None, jit_compile=False, **kwargs):
 
 def entries(private):
     return list(private._privacy.ledger(private).entries)
+
+
+def steps_by_kind(private):
+    kinds = collections.Counter()
+    for entry in entries(private):
+        kinds[entry.mechanism.kind] += entry.steps
+    return dict(kinds)
 
 
 # -- all kinds of input ------------------------------------------------------
@@ -291,43 +299,53 @@ def test_one_trace_serves_all_batches(jit_compile, monkeypatch):
 # -- how often an example is used --------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+def most_uses(size, rows, phase):
+    """The most that Σ (times in a batch)² of an example can be.
+
+    It comes once in each pass, anywhere; the first pass began `phase` examples
+    before. By dynamic programming over the passes.
+    """
+    batch_of = [None] * phase
+    batch_of += [batch for batch, n in enumerate(rows) for _ in range(n)]
+    passes = [
+        sorted({b for b in batch_of[i : i + size] if b is not None})
+        for i in range(0, len(batch_of), size)
+    ]
+    best = {None: [(0, 0)]}  # by last batch: sums before it, times in it
+    for batches in passes:
+        following = {}
+        for last, options in best.items():
+            for batch in batches or [last]:
+                for total, times in options:
+                    option = (total + times**2, 1)
+                    if batch == last:
+                        option = (total, times + 1)
+                    if not batches:
+                        option = (total, times)
+                    following.setdefault(batch, set()).add(option)
+        best = following
+    return max(t + k * k for options in best.values() for t, k in options)
+
+
+@settings(max_examples=80, deadline=None)
 @given(
-    size=st.integers(1, 12),
-    rows=st.lists(st.integers(0, 15), min_size=1, max_size=12),
+    size=st.integers(1, 10),
+    phase=st.integers(0, 9),
+    rows=st.lists(st.integers(0, 12), min_size=1, max_size=8),
+    aligned=st.booleans(),
 )
-def test_uses_bound_what_any_example_contributes(size, rows):
-    """Against the worst order of each pass, found by its example."""
+def test_uses_bound_what_any_example_contributes(size, phase, rows, aligned):
+    phase = 0 if aligned else phase % size
     counter = counting.Counter(1)
     counter.pass_size.assign(size)
+    counter.new_pass(aligned)
     for count in rows:
         counter.count(counter.cost(False, tf.constant(count), tf.constant(0)))
     uses = int(counter.uses.numpy().sum())
-    # An example may be anywhere in each pass; by dynamic programming over the
-    # passes, the most that Σ (times in a batch)² can be.
-    batch_of = [batch for batch, count in enumerate(rows) for _ in range(count)]
-    passes = [
-        sorted(set(batch_of[i : i + size]))
-        for i in range(0, len(batch_of), size)
-    ]
-    best = {None: (0, 0)}  # last batch: (sum of full ones, times in the last)
-    for batches in passes:
-        following = {}
-        for last, (total, times) in best.items():
-            for batch in batches:
-                if batch == last:
-                    option = (total, times + 1)
-                else:
-                    option = (total + times**2, 1)
-                worth = option[0] + option[1] ** 2
-                held = following.get(batch)
-                if held is None or worth > held[0] + held[1] ** 2:
-                    following[batch] = option
-        best = following
-    worst = max((t + k * k for t, k in best.values()), default=0)
-    assert uses >= worst
-    if all(size % count == 0 for count in rows if count) and len(set(rows)) < 2:
-        assert uses == len(passes) == worst
+    assert uses >= most_uses(size, rows, phase)
+    # And no more than that where batches do not span passes.
+    if aligned and set(rows) == {size}:
+        assert uses == len(rows)
 
 
 def test_another_noise_within_a_pass_counts_anew():
@@ -389,7 +407,7 @@ def test_impossible_changes_are_refused(kwargs, changes, message):
 def test_a_step_traced_before_a_change_follows_it():
     """In a loop of one's own: clip norm, noise and record."""
     private = wide(expected_batch_size=1, l2_norm_clip=1.0)
-    x = random(4, 20_000)
+    x = random(4, 10_000)
     private.build(x.shape)
     real = keras_fastclip.sampling.PoissonBatch(
         (tf.constant(x), tf.zeros([4], tf.int32), None), tf.range(4) < 1
@@ -422,9 +440,113 @@ def test_steps_in_callbacks_are_not_part_of_a_pass():
 
     options = {"verbose": 0, "callbacks": [Sneak()]}
     private.fit(stream(x, y, 8), num_examples=N, **options)
-    found = {type(e.mechanism).__name__: e.steps for e in entries(private)}
-    assert found == {"Passes": 6, "Unaccounted": 12}
+    assert steps_by_kind(private) == {"passes": 6, "unaccounted": 12}
     assert private.privacy_spent(DELTA) == math.inf
+
+
+def test_steps_after_a_stream_has_run_out_are_not_part_of_a_pass():
+    x, y = data()
+    private = model(expected_batch_size=8)
+    batches = stream(x, y, 8).filter(lambda x, y: True)
+
+    class Sneak(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            private.train_step((tf.constant(x[:8]), tf.constant(y[:8])))
+
+    private.fit(batches, num_examples=N, verbose=0, callbacks=[Sneak()])
+    assert steps_by_kind(private) == {"passes": 6, "unaccounted": 1}
+    assert private.privacy_spent(DELTA) == math.inf
+
+
+def test_streams_that_go_on_are_counted_at_any_phase():
+    """Against the true order of the examples."""
+    n = 4
+
+    def rows():
+        order = [i for _ in range(9) for i in range(n)]
+        for start in range(0, len(order), 3):
+            yield order[start : start + 3]
+
+    private = model(expected_batch_size=3)
+
+    def endless():
+        x, y = random(n, 5), labels(n)
+        for chosen in rows():
+            yield x[chosen], y[chosen]
+
+    batches = endless()
+    for fits in range(1, 7):
+        private.fit(batches, steps_per_epoch=1, num_examples=n, verbose=0)
+        times = np.zeros(n)
+        for chosen in list(rows())[:fits]:
+            times += np.bincount(chosen, minlength=n) ** 2
+        (entry,) = entries(private)
+        assert entry.steps == fits and entry.uses >= times.max()
+    assert entry.uses <= 1 + 4 * 5
+
+
+def test_a_finite_stream_read_in_short_epochs_goes_on():
+    x, y = data(4)
+    private = model(expected_batch_size=3)
+    whole = tf.data.Dataset.from_tensor_slices((x, y)).repeat(9).batch(3)
+    private.fit(whole, epochs=6, steps_per_epoch=1, num_examples=4, verbose=0)
+    # 18 examples: five passes, and three batches that span a border.
+    assert [(e.steps, e.uses) for e in entries(private)] == [(6, 5 + 3 * 2)]
+
+
+def test_noise_changed_within_a_pass_counts_anew():
+    x, y = data()
+    private = model(sampling="shuffle", expected_batch_size=8)
+
+    class Change(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 0:
+                private.set_privacy(noise_multiplier=0.5)
+
+    private.fit(x, y, batch_size=8, verbose=0, callbacks=[Change()])
+    first, second = entries(private)
+    assert (first.mechanism.noise_multiplier, first.uses) == (1.0, 1)
+    assert (second.mechanism.noise_multiplier, second.steps) == (0.5, 5)
+    assert second.uses >= 1
+
+
+def test_a_fit_within_a_fit_leaves_the_outer_one_as_it_was():
+    x, y = data()
+    private = model()
+
+    class Inner(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            private.fit(x, y, batch_size=1, steps_per_epoch=1, verbose=0)
+            assert private._privacy.expected_batch_size == 16
+
+    private.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=[Inner()])
+    found = [
+        (e.mechanism.expected_batch_size, e.steps) for e in entries(private)
+    ]
+    assert found == [(16, 3), (1, 1), (16, 3), (1, 1)]
+
+
+def test_an_empty_batch_gets_noise_in_chunks_too():
+    x, y = data(8)
+    private = wide(expected_batch_size=1, physical_batch_size=2)
+    private.build(x.shape)
+    before = private.get_weights()
+    private.train_step(
+        keras_fastclip.sampling.PoissonBatch(
+            (tf.constant(x), tf.constant(y), None), tf.zeros([8], tf.bool)
+        )
+    )
+    for old, new in zip(before, private.get_weights(), strict=True):
+        assert np.all(old != new)
+
+
+def test_the_statement_names_a_clip_norm_only_if_it_was_one():
+    x, y = data()
+    private = model(l2_norm_clip=5.0)
+    private.fit(x, y, batch_size=24, verbose=0)
+    assert "at most 5" in private.privacy_statement(DELTA)
+    private.set_privacy(l2_norm_clip=0.1)
+    assert "at most" not in private.privacy_statement(DELTA).split("\n\n")[1]
 
 
 def test_a_drawn_batch_is_trained_on_once():
@@ -601,7 +723,7 @@ def test_impossible_settings_are_refused(kwargs, message):
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("size", [1, 7, 16, 100, "auto"])
+@pytest.mark.parametrize("size", [1, 7, "auto"])
 def test_physical_batches_change_nothing(size, jit_compile):
     x, y = data()
     weights = np.linspace(0.5, 2, N).astype("float32")
@@ -649,7 +771,7 @@ def test_chunks_without_a_real_row_are_left_out():
         return {}, tf.reduce_sum(rows)
 
     chunks = tf.function(keras_fastclip.physical.in_chunks)
-    for last, expected in ((20, 4), (12, 2), (1, 1), (0, 0)):
+    for last, expected in ((20, 4), (12, 2), (1, 1), (0, 1)):
         calls.assign(0)
         real = tf.range(20) < last
         _, total = chunks(private, (x, None, None), real, 6, add)

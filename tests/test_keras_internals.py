@@ -406,6 +406,15 @@ def test_a_step_can_be_made_on_any_data():
 
     model = Model([layers.Input((2,)), layers.Dense(1)])
     model.compile("sgd", "mse", run_eagerly=True)
-    logs = _keras.train_on(model, {"any": tf.constant(1)})
+    logs = _keras.train_on(model, {"any": tf.constant(1)}, return_dict=True)
     assert logs == {"loss": 3.0} and int(seen[0]["any"]) == 1
-    assert _keras.in_order(model, logs) == 3.0
+    assert _keras.train_on(model, 1, return_dict=False) == 3.0
+
+
+def test_backups_go_by_two_paths(tmp_path):
+    callback = keras.callbacks.BackupAndRestore(tmp_path)
+    names = {callback._weights_path, callback._training_metadata_path}
+    model = keras.Sequential([layers.Input((2,)), layers.Dense(1)])
+    callback.set_model(model)
+    callback._save_model()
+    assert {str(path) for path in tmp_path.iterdir()} == set(map(str, names))

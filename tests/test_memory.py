@@ -31,6 +31,14 @@ def wide_kernels():
     return inputs, x, np.ones((64, 64, 1024), "float32")
 
 
+def many_examples():
+    """A layer's activations take 67 MB, the kernels less than one."""
+    inputs = x = keras.Input((64, 256))
+    for _ in range(6):
+        x = layers.Dense(256, activation="tanh")(x)
+    return inputs, x, np.ones((1024, 64, 256), "float32")
+
+
 def train(build, method, **settings):
     """Two steps, of a plain model if there is no method."""
     inputs, outputs, x = build()
@@ -79,3 +87,8 @@ def test_memory_follows_the_budget():
     """All gradients of 64 examples take 1 GB."""
     assert extra(wide_kernels, "auto", memory_budget=150 * MEGABYTE) < 300
     assert extra(wide_kernels, "opacus") > 900
+
+
+def test_physical_batches_take_the_memory_of_a_few_examples():
+    """Activations and their gradients go, of which plain training has all."""
+    assert extra(many_examples, "auto", physical_batch_size=16) < -300

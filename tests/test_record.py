@@ -150,10 +150,11 @@ def test_going_back_to_earlier_weights_forgets_nothing(tmp_path):
     model.load_weights(path)
     assert [e.steps for e in entries(model)] == [16]
     # Weights that saw other steps bring these along.
-    other = compiled(KINDS["sequential"]())
-    other.fit(x, y, batch_size=16, verbose=0)
-    other.load_weights(path)
-    assert sorted(e.steps for e in entries(other)) == [4, 8]
+    for batch_size, right in ((16, [8, 4]), (8, [16])):
+        other = compiled(KINDS["sequential"]())
+        other.fit(x, y, batch_size=batch_size, verbose=0)
+        other.load_weights(path)
+        assert [e.steps for e in entries(other)] == right
 
 
 def test_a_seed_is_not_started_over(tmp_path):
@@ -237,10 +238,7 @@ def run(folder):
         epochs=10**6,
         verbose=0,
         callbacks=[
-            # Killed while it writes, it takes the file before.
-            keras.callbacks.BackupAndRestore(
-                folder / "backup", save_freq=1, double_checkpoint=True
-            ),
+            keras_fastclip.BackupAndRestore(folder / "backup", save_freq=1),
             Alive(),
         ],
     )

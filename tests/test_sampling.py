@@ -324,7 +324,7 @@ def test_transform_maps_the_gathered_batch():
         10,
         np.random.default_rng(13),
         static_shapes=True,
-        transform=transform,
+        transforms=[transform],
     )
     for (x, y), mask in take(data, 3):
         np.testing.assert_array_equal(x["length"], y)
