@@ -21,6 +21,7 @@ the `plots` extra there is a picture as well.
 
 import argparse
 import statistics
+import sys
 import time
 
 import keras
@@ -30,6 +31,7 @@ import rich.table
 import tensorflow as tf
 
 import keras_fastclip
+from benchmarks import machine
 from benchmarks.processes import measured
 from keras_fastclip import _keras, capture
 from keras_fastclip.parts import make_parts
@@ -186,6 +188,7 @@ def run(figure, names, sizes, console):
             if figure != "BERT":
                 job = (norm_seconds, way, figure, *size)
             (seconds, value), memory = measured(*job)
+            print(f"{figure} {size} {way}: {seconds:.3f} s", file=sys.stderr)
             values.append(value)
             rows.append((figure, size, way, seconds, memory))
             cells += [f"{1e3 * seconds:,.1f}", f"{memory:,.0f}"]
@@ -226,6 +229,7 @@ def main():
     parser.add_argument("--plot", metavar="FILE")
     arguments = parser.parse_args()
     console = rich.console.Console(width=100)
+    console.print(machine.description(), highlight=False)
     steps = arguments.steps or (50 if arguments.full else 3)
     rows = []
     for figure, names, sizes in grids(arguments.full, steps):

@@ -5,19 +5,22 @@
 First the layerwise decisions of mixed ghost clipping (Bu, Mao & Xu, 2022,
 table 3; Bu et al., 2023, tables 4 and 10) from the planner's own formulas,
 for images of 224 x 224. Then time and peak memory of every method on three of
-the workloads, each in a process of its own. With `--plot FILE` and the
+the workloads, each in a process of its own, which takes about ten minutes;
+progress goes to the standard error. With `--plot FILE` and the
 `plots` extra, a picture of these as well.
 """
 
 import argparse
 import math
 import statistics
+import sys
 
 import rich.box
 import rich.console
 import rich.table
 from keras import layers
 
+from benchmarks import machine
 from benchmarks.processes import measured
 from keras_fastclip.methods import METHODS
 from keras_fastclip.planner import Item
@@ -148,6 +151,7 @@ def measure(console, steps):
             seconds, memory = measured(
                 step_seconds, workload, mode, batch, steps
             )
+            print(f"{workload} {mode}: {seconds:.2f} s", file=sys.stderr)
             plain = plain or (seconds, memory)
             rows.append((workload, mode, seconds, memory))
             table.add_row(
@@ -194,6 +198,7 @@ def main():
     parser.add_argument("--plot", metavar="FILE")
     arguments = parser.parse_args()
     console = rich.console.Console(width=100)
+    console.print(machine.description(), highlight=False)
     decisions(console)
     if not arguments.decisions_only:
         rows = measure(console, arguments.steps)

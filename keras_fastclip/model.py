@@ -335,12 +335,14 @@ def _mean_gradients(model, noised, penalty_gradients):
     gradients = []
     for variable in model.trainable_variables:
         # Weights that the loss does not depend on get no noise either.
-        gradient = tf.zeros(variable.shape, variable.dtype)
         if id(variable) in noised:
             mean = noised[id(variable)] / model._privacy.denominator()
             gradient = tf.cast(mean, variable.dtype)
-        gradient += penalty_gradients.get(id(variable), 0)
-        gradients.append(gradient * scale)
+        else:
+            gradient = tf.zeros(variable.shape, variable.dtype)
+        if id(variable) in penalty_gradients:
+            gradient += penalty_gradients[id(variable)]
+        gradients.append(gradient if scale == 1 else gradient * scale)
     return gradients
 
 

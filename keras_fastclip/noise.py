@@ -11,6 +11,7 @@ cannot be recomputed from anything that is written to disk.
 
 import secrets
 
+import numpy as np
 import tensorflow as tf
 
 PHILOX = 1
@@ -48,6 +49,9 @@ class GaussianNoise:
     ) -> list[tf.Tensor]:
         """Noise of the shapes and types of `like`.
 
+        The noise of a weight is drawn once its tensor is there: all noise at
+        once would hold as many numbers again as there are weights.
+
         Args:
             like: tensors, of float32 or float64.
             stddev: standard deviation.
@@ -56,19 +60,23 @@ class GaussianNoise:
                 step and number together may be used once only.
         """
         secret = tf.bitcast(self._secret.read_value(), tf.uint64)
-        start = tf.cast(step, tf.uint64) * tf.constant(
+        key, start = secret[:1], secret[1]
+        start += tf.cast(step, tf.uint64) * tf.constant(
             STREAMS_PER_STEP, tf.uint64
         )
+        # Unsigned sums wrap around, which keeps streams apart all the same.
+        numbers = np.arange(first, first + len(like))
+        upper = start + tf.constant(numbers, tf.uint64)
+        counters = tf.unstack(tf.stack([tf.zeros_like(upper), upper], 1))
         noise = []
-        for index, tensor in enumerate(like, first):
-            # Unsigned sums wrap around, which keeps streams apart all the same.
-            upper = secret[1] + start + tf.constant(index, tf.uint64)
-            values = tf.raw_ops.StatelessRandomNormalV2(
-                shape=tf.shape(tensor),
-                key=secret[:1],
-                counter=tf.stack([tf.zeros([], tf.uint64), upper]),
-                alg=PHILOX,
-                dtype=tensor.dtype,
-            )
-            noise.append(values * tf.cast(stddev, tensor.dtype))
+        for tensor, counter in zip(like, counters, strict=True):
+            with tf.control_dependencies([tensor]):
+                values = tf.raw_ops.StatelessRandomNormalV2(
+                    shape=tf.shape(tensor),
+                    key=key,
+                    counter=counter,
+                    alg=PHILOX,
+                    dtype=tensor.dtype,
+                )
+            noise.append(values * tf.cast(stddev, values.dtype))
         return noise

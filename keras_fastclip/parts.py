@@ -175,14 +175,16 @@ class Part:
 
     def _added(self, found, leading):
         """Adds up what the uses have found, in the shapes of the weights."""
-        total = {id(v): 0.0 for v in self.variables}
+        total = {id(v): [] for v in self.variables}
         for use, tensors in zip(self.uses, found, strict=True):
             pairs = zip(use.term.variables, tensors, strict=True)
             for variable, tensor in pairs:
-                total[id(variable)] += tf.reshape(
-                    at_least_float32(tensor), [*leading, *variable.shape]
+                total[id(variable)].append(
+                    tf.reshape(
+                        at_least_float32(tensor), [*leading, *variable.shape]
+                    )
                 )
-        return list(total.values())
+        return [sum(each[1:], each[0]) for each in total.values()]
 
     def weighted_sum(self, factors: tf.Tensor) -> dict[int, tf.Tensor]:
         """𝒜*(c·g) by id of the variable, with c of shape (batch,)."""

@@ -342,13 +342,18 @@ class Convolution(Linear):
     def _has_loop(self):
         """Whether the convolution can run in a loop."""
         # Keras has XLA compile every call of a grouped convolution.
-        geometry, kernel = self._geometry, self.variables[0]
-        own_op = getattr(self._convolve, "func", None)
         return (
-            geometry.groups == 1
-            or own_op is keras.ops.depthwise_conv
-            or _is_depthwise(geometry, kernel)
+            not self._in_groups()
+            or self._has_depthwise_op()
+            or _is_depthwise(self._geometry, self.variables[0])
         )
+
+    def _in_groups(self):
+        return self._geometry.groups > 1 or self._has_depthwise_op()
+
+    def _has_depthwise_op(self):
+        own_op = getattr(self._convolve, "func", None)
+        return own_op is keras.ops.depthwise_conv
 
     def _count_positions(self):
         spatial = self._geometry.channels_last(self._inputs).shape[1:-1]
@@ -414,6 +419,8 @@ class Convolution(Linear):
             again = self._convolve(inputs, kernel)
         g = tf.cast(g, again.dtype)
         gradient = tape.gradient(again, kernel, output_gradients=g)
+        if not self._in_groups():
+            return gradient
         # TensorFlow leaves that of a depthwise convolution of nothing unset.
         some = tf.shape(inputs)[0] > 0
         return tf.where(some, gradient, tf.zeros_like(gradient))

@@ -387,7 +387,7 @@ class _Loop:
     def __init__(self, cell, layer, mask):
         self._cell, self._layer = cell, layer
         self._mask = None if mask is None else self._in_order(_column(mask))
-        self.zeta = self._states = self._hidden = None
+        self.zeta = self._hidden = None
 
     def _in_order(self, tensor):
         """(B, T, ·) in the order of the layer's steps, and back."""
@@ -395,8 +395,7 @@ class _Loop:
 
     def previous(self):
         """hₜ₋₁ for each position of the sequence, (B, T, u)."""
-        shifted = _shifted(self._states[0], self._hidden)
-        return self._in_order(_swapped(shifted))
+        return self._in_order(_swapped(self._hidden[:-1]))
 
     def run(self, zeta, states):
         layer, mask = self._layer, self._mask
@@ -406,10 +405,10 @@ class _Loop:
         elif self._cell.slopes():
             loop = _while_with_gradient
         hidden, last = loop(self._cell, self._in_order(zeta), states, mask)
-        self.zeta, self._states, self._hidden = zeta, states, hidden
-        outputs = hidden
+        self.zeta, self._hidden = zeta, hidden
+        outputs = hidden[1:] if layer.return_sequences else hidden
         if mask is not None:
-            outputs = _masked(hidden, mask, layer.zero_output_for_mask)
+            outputs = _masked(hidden[1:], mask, layer.zero_output_for_mask)
         output = _swapped(outputs) if layer.return_sequences else outputs[-1]
         output = keras.ops.cast(output, layer.compute_dtype)
         if not layer.return_state:
@@ -418,8 +417,8 @@ class _Loop:
 
 
 def _unrolled(cell, zeta, states, mask):
-    """h after each step, (T, B, u), and the last states."""
-    hidden = []
+    """h at first and after each step, (T + 1, B, u), and the last states."""
+    hidden = [states[0]]
     masks = [None] * zeta.shape[1]
     if mask is not None:
         masks = tf.unstack(mask, axis=1)
@@ -455,7 +454,8 @@ def _while_with_gradient(cell, zeta, states, mask):
             d_zeta, d_inner, d_initial = _backward(
                 cell, zeta, weights, mask, saved, d_hidden, d_last
             )
-            previous = _shifted(initial[0], hidden)
+            d_initial[0] += d_hidden[0]
+            previous = hidden[:-1]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(weights)
                 inner = cell.inner(previous, weights)
@@ -469,14 +469,18 @@ def _while_with_gradient(cell, zeta, states, mask):
 
 
 def _forward(cell, zeta, states, weights, mask, save=False):
-    """h after each step, the last states, and arrays of what `pull` needs."""
+    """h at first and after each step, the last states, and what `pull` needs.
+
+    One array for all h: those before each step and those after it are slices
+    of it, without a copy.
+    """
     length = tf.shape(zeta)[1]
     # Only shapes and types of the first step are used, not its values.
     _, first = cell.step(
         zeta[:, 0], cell.inner(states[0], weights), states, weights
     )
     saved = [_array(length, tensor) for tensor in first] if save else []
-    hidden = _array(length, states[0])
+    hidden = _array(length + 1, states[0]).write(0, states[0])
 
     zeta = _swapped(zeta)
 
@@ -488,16 +492,14 @@ def _forward(cell, zeta, states, weights, mask, save=False):
             array.write(t, tensor)
             for array, tensor in zip(saved, kept, strict=False)
         ]
-        return t + 1, states, hidden.write(t, states[0]), saved
+        return t + 1, states, hidden.write(t + 1, states[0]), saved
 
     _, last, hidden, saved = _repeat(
         body, (0, list(states), hidden, saved), zeta.shape[0], length
     )
-    return (
-        tf.ensure_shape(hidden.stack(), [zeta.shape[0], *states[0].shape]),
-        last,
-        saved,
-    )
+    known = None if zeta.shape[0] is None else zeta.shape[0] + 1
+    hidden = tf.ensure_shape(hidden.stack(), [known, *states[0].shape])
+    return hidden, last, saved
 
 
 def _backward(cell, zeta, weights, mask, saved, d_hidden, d_last):
@@ -508,7 +510,7 @@ def _backward(cell, zeta, weights, mask, saved, d_hidden, d_last):
 
     def body(i, carried, arrays):
         t = length - 1 - i
-        carried = [carried[0] + d_hidden[t], *carried[1:]]
+        carried = [carried[0] + d_hidden[t + 1], *carried[1:]]
         zeros = [tf.zeros_like(d) for d in carried]
         mask_t = None if mask is None else mask[:, t]
         d_zeta, d_inner, d_states = cell.pull(
@@ -584,11 +586,6 @@ def _masked(hidden, mask, zeros):
     mask = _swapped(mask)
     shown = mask if zeros else tf.cumsum(tf.cast(mask, tf.int32)) > 0
     return tf.where(shown, hidden, tf.zeros_like(hidden))
-
-
-def _shifted(first, hidden):
-    """h before each step."""
-    return tf.concat([first[None], hidden[:-1]], 0)
 
 
 def _swapped(tensor):

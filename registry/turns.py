@@ -42,8 +42,10 @@ class _Turns:
         goes behind all others.
         """
         rows = tf.minimum(self.places(turn), self.count - 1)
-        parts = [tf.split(tf.gather(t, rows), AT_ONCE) for t in self.tensors]
-        return [self.function(*one) for one in zip(*parts, strict=True)]
+        return [
+            self.function(*(_row(tensor, row) for tensor in self.tensors))
+            for row in tf.unstack(rows)
+        ]
 
     def places(self, turn):
         """Where the results of a turn go."""
@@ -64,6 +66,15 @@ class _Turns:
 
     def in_order(self, norms):
         return tf.reshape(norms.stack(), [-1])[: self.count]
+
+
+def _row(tensor, index):
+    """(1, ...), without a copy where TensorFlow can do so."""
+    shape = tensor.shape[1:]
+    sizes = shape if shape.is_fully_defined() else tf.shape(tensor)[1:]
+    begin = tf.stack([index] + [0] * shape.rank)
+    row = tf.slice(tensor, begin, tf.concat([[1], sizes], 0))
+    return tf.ensure_shape(row, [1, *shape])
 
 
 def norms_in_turns(
@@ -156,7 +167,12 @@ class KeptInTurns:
                 for total, array in zip(sums, self._arrays, strict=True)
             ]
 
-        zeros = [tf.zeros(shape, self._dtype) for shape in self._shapes]
+        # Of `tf.zeros` TensorFlow would make a constant, as large as the
+        # weight and held for as long as the graph.
+        zeros = [
+            tf.raw_ops.Empty(shape=shape, dtype=self._dtype, init=True)
+            for shape in self._shapes
+        ]
         return turns.run(body, zeros)
 
 

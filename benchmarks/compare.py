@@ -1,0 +1,186 @@
+"""All methods on the same workload, their steps in turn.
+
+    python -m benchmarks.compare --workload gpt --modes nonprivate,auto,bk
+
+By default all workloads and all methods, which takes half an hour. The models
+of a workload live in one process and make one step each in every round, so
+that whatever else the machine does meets all of them; what is compared are
+medians. A mode that takes long makes fewer steps (`--seconds`). What cannot
+run is left out with the reason.
+
+The table has, for each mode, milliseconds a step, the speed relative to plain
+training, and for `auto` its time over that of the best named method. `--out
+FILE` writes it to a file, `--picture FILE` draws it (with the `plots` extra).
+"""
+
+import argparse
+import gc
+import statistics
+import time
+import warnings
+
+import keras
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+import tensorflow as tf
+
+from benchmarks import machine, run
+from benchmarks.workloads import WORKLOADS
+from keras_fastclip import methods, sampling
+
+PLAIN = "nonprivate"
+MODES = (PLAIN, *methods.METHODS)
+
+
+class Runner:
+    """A model that makes one step at a time."""
+
+    def __init__(self, workload, mode):
+        x, y = workload.data(np.random.default_rng(0), workload.batch)
+        self.model = run.build(workload, mode)
+        if mode != PLAIN:
+            some = sampling.some((x, y, None))
+            self.model._privacy.prepare(self.model, some, workload.batch)
+            _require_memory(self.model)
+        self.model.make_train_function()
+        self._data = iter(tf.data.Dataset.from_tensors((x, y)).repeat())
+        self.step()  # Traces.
+        self.times = []
+
+    def step(self):
+        start = time.perf_counter()
+        float(self.model.train_function(self._data)["loss"])
+        return time.perf_counter() - start
+
+
+def _require_memory(model):
+    """Refuses a method that would not fit, by the planner's account."""
+    privacy = model._privacy
+    plan, method = privacy.latest_plan, privacy.method
+    if method.norm == "loop":
+        return
+    chosen = methods.choose(
+        plan.traits, plan.numbers, method, privacy.limits(model)
+    )
+    # Passing tensors may be held for several layers, and copied once.
+    needed = 2 * sum(choice.memory for choice in chosen)
+    if needed > machine.free_memory():
+        raise MemoryError(
+            f"needs about {needed / 2**30:.0f} GiB, "
+            f"{machine.free_memory() / 2**30:.0f} are free"
+        )
+
+
+def compare(name, modes, steps, seconds, report):
+    """Median seconds of a step by mode, for the modes that can run."""
+    runners = {}
+    for mode in modes:
+        try:
+            runners[mode] = Runner(WORKLOADS[name], mode)
+        except Exception as error:
+            text = str(error) or type(error).__name__
+            report(f"{name} {mode}: left out, {text.splitlines()[0]}")
+    for _ in range(steps):
+        for runner in runners.values():
+            # Those that take long have had enough, but never too few.
+            if sum(runner.times) < seconds or not runner.times:
+                runner.times.append(runner.step())
+    return {
+        mode: (statistics.median(runner.times), len(runner.times))
+        for mode, runner in runners.items()
+    }
+
+
+def best_named(found):
+    """The fastest of the methods that are not planned."""
+    return min(
+        (
+            (seconds, mode)
+            for mode, (seconds, _) in found.items()
+            if mode not in (PLAIN, "auto")
+        ),
+        default=None,
+    )
+
+
+def table(name, found):
+    shown = rich.table.Table(
+        title=f"{name}, batch {WORKLOADS[name].batch}", box=rich.box.SIMPLE_HEAD
+    )
+    for column in ("method", "ms a step", "speed of plain", "steps"):
+        shown.add_column(column, justify="right")
+    plain = found.get(PLAIN, (None,))[0]
+    for mode, (seconds, steps) in found.items():
+        speed = f"{plain / seconds:.2f}" if plain else ""
+        shown.add_row(mode, f"{1e3 * seconds:.1f}", speed, f"{steps}")
+    best = best_named(found)
+    if best and "auto" in found:
+        ratio = found["auto"][0] / best[0]
+        shown.caption = f"auto takes {ratio:.2f} of the time of {best[1]}"
+    return shown
+
+
+def picture(results, path):
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        len(results),
+        1,
+        figsize=(7, 2.4 * len(results)),
+        layout="constrained",
+        squeeze=False,
+    )
+    for axis, (name, found) in zip(axes[:, 0], results.items(), strict=True):
+        plain = found[PLAIN][0]
+        own = {m: plain / s for m, (s, _) in found.items() if m != PLAIN}
+        colors = ["C1" if mode == "auto" else "C0" for mode in own]
+        bars = axis.barh(list(own), list(own.values()), color=colors)
+        axis.bar_label(bars, fmt="%.2f", padding=2)
+        axis.axvline(1, color="gray", linewidth=1)
+        axis.set(title=f"{name}: speed, plain training is 1", xlim=(0, 1.15))
+        axis.invert_yaxis()
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", default=",".join(WORKLOADS))
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=15)
+    parser.add_argument("--out", metavar="FILE")
+    parser.add_argument("--picture", metavar="FILE")
+    arguments = parser.parse_args()
+    names = arguments.workload.split(",")
+    modes = arguments.modes.split(",")
+    unknown = [name for name in names if name not in WORKLOADS]
+    unknown += [
+        mode for mode in modes if mode.removesuffix("-xla") not in MODES
+    ]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}")
+    if arguments.picture and PLAIN not in modes:
+        parser.error(f"the picture needs the mode {PLAIN}")
+    console = rich.console.Console(width=80, record=True)
+    console.print(machine.description(), highlight=False)
+    results = {}
+    for name in names:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results[name] = compare(
+                name, modes, arguments.steps, arguments.seconds, console.print
+            )
+        console.print(table(name, results[name]))
+        if arguments.out:
+            with open(arguments.out, "w") as file:
+                file.write(console.export_text(clear=False))
+        keras.backend.clear_session()
+        gc.collect()
+    if arguments.picture:
+        picture(results, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()
