@@ -116,7 +116,8 @@ class PrivateTraining:
             sums, balance, logs = _clipped_sum(self, batch, real, penalty)
             noised = privacy.add_noise(sums, use, balance)
             gradients = _mean_gradients(self, noised, penalty_gradients)
-            self.optimizer.apply(gradients, self.trainable_variables)
+            with tf.control_dependencies(gradients[:1]):  # No batch, no step.
+                self.optimizer.apply(gradients, self.trainable_variables)
             return logs
 
         return privacy.within_budget(use, step, self.get_metrics_result)

@@ -455,6 +455,7 @@ def test_steps_after_a_stream_has_run_out_are_not_part_of_a_pass():
 
     private.fit(batches, num_examples=N, verbose=0, callbacks=[Sneak()])
     assert steps_by_kind(private) == {"passes": 6, "unaccounted": 1}
+    assert int(private.optimizer.iterations) == 7
     assert private.privacy_spent(DELTA) == math.inf
 
 
