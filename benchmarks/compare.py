@@ -2,11 +2,11 @@
 
     python -m benchmarks.compare --workload gpt --modes nonprivate,auto,bk
 
-By default all workloads and all methods, which takes half an hour. The models
-of a workload live in one process and make one step each in every round, so
-that whatever else the machine does meets all of them; what is compared are
-medians. A mode that takes long makes fewer steps (`--seconds`). What cannot
-run is left out with the reason.
+By default all workloads and all methods, which takes over half an hour. The
+models of a workload live in one process and make one step each in every
+round, so that whatever else the machine does meets all of them; what is
+compared are medians. A mode that takes long makes fewer steps (`--seconds`).
+What cannot run is left out with the reason.
 
 The table has, for each mode, milliseconds a step, the speed relative to plain
 training, and for `auto` its time over that of the best named method. `--out

@@ -5,9 +5,8 @@
 First the layerwise decisions of mixed ghost clipping (Bu, Mao & Xu, 2022,
 table 3; Bu et al., 2023, tables 4 and 10) from the planner's own formulas,
 for images of 224 x 224. Then time and peak memory of every method on three of
-the workloads, each in a process of its own, which takes about ten minutes;
-progress goes to the standard error. With `--plot FILE` and the
-`plots` extra, a picture of these as well.
+the workloads, each in a process of its own; progress goes to the standard
+error. With `--plot FILE` and the `plots` extra, a picture of these as well.
 """
 
 import argparse
