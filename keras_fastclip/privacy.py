@@ -464,6 +464,7 @@ class Privacy:
 
     def cost(self, poisson: bool, real: tf.Tensor | None, rows: tf.Tensor):
         """What a step on a batch would cost, for `within_budget`."""
+        self.denominator()  # If either is not known, there is no step.
         self._require_multiplier()
         if real is not None:
             rows = tf.math.count_nonzero(real)
@@ -499,7 +500,7 @@ class Privacy:
             use: what the step costs.
             balance: of gradients within the clip norm and longer ones.
         """
-        batch_size = self.denominator()  # If it is not known, no step.
+        batch_size = self.denominator()
         step = self.counter.total.read_value()
         _, sigma = self.multiplier.at(step)
         norm = self.clip_norm.at(step)

@@ -839,9 +839,9 @@ def make_plain_private(**settings):
 @pytest.mark.parametrize("name", ["l2_norm_clip", "noise_multiplier"])
 def test_clip_norm_and_noise_must_be_given(name):
     settings = {k: v for k, v in SETTINGS.items() if k != name}
-    with pytest.raises(TypeError, match=name):
+    with pytest.raises((TypeError, ValueError), match=name):
         keras_fastclip.DPSequential([layers.Dense(3)], **settings)
-    with pytest.raises(TypeError, match=name):
+    with pytest.raises((TypeError, ValueError), match=name):
         keras_fastclip.make_private(plain_model(), **settings)
 
 
@@ -879,12 +879,16 @@ TRAINING_REFUSED = {
         ["expected_batch_size="],
     ),
     "stream_of_unknown_batch_size": (
-        lambda model: model.fit(batches(3)),
+        lambda model: model.fit(batches(3), num_examples=ROWS),
         ["expected_batch_size="],
     ),
     "generator": (
-        lambda model: model.fit(iter([arrays()])),
+        lambda model: model.fit(iter([arrays()]), num_examples=ROWS),
         ["expected_batch_size="],
+    ),
+    "stream_of_unknown_origin": (
+        lambda model: model.fit(batches(3)),
+        ["num_examples=", "PoissonDataset"],
     ),
     "own_loop_of_unknown_batch_size": (
         lambda model: model.train_step(
