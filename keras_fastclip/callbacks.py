@@ -35,10 +35,10 @@ class EpsilonTracker(_PrivateCallback):
 
     Args:
         delta: The delta at which epsilon is reported, in (0, 1).
-        accountant: `"rdp"` (fast, a little larger) or `"pld"` (tight,
-            seconds per report).
         every: `"epoch"`, or a number of batches after which the figure is
             computed anew; it is then in the logs of batches too.
+        accountant: `"rdp"` (fast, a little larger) or `"pld"` (tight,
+            seconds per report).
 
     Example:
 
@@ -48,8 +48,8 @@ class EpsilonTracker(_PrivateCallback):
     def __init__(
         self,
         delta: float,
-        accountant: str = "rdp",
         every: int | str = "epoch",
+        accountant: str = "rdp",
     ):
         super().__init__()
         accounting.check_delta(delta)
