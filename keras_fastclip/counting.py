@@ -34,6 +34,7 @@ class Use:
         uses: scalar, how often it may use one example more than the steps
             before it.
         rows: scalar, examples in the batch.
+        sigma: scalar, the noise multiplier of that slot.
     """
 
     poisson: bool
@@ -41,6 +42,7 @@ class Use:
     slot: tf.Tensor
     uses: tf.Tensor
     rows: tf.Tensor
+    sigma: tf.Tensor | None = None
 
 
 class Counter:
@@ -148,11 +150,6 @@ class Counter:
         finally:
             for variable, value in zip(state, before, strict=True):
                 variable.assign(value)
-
-    @property
-    def limited(self) -> bool:
-        """Whether there is a limit on uses."""
-        return int(self._allowed) < UNLIMITED
 
     def allow(self, further: int | None) -> None:
         """Allows so many further uses; None for any number."""

@@ -18,6 +18,7 @@ Schedule = keras.optimizers.schedules.LearningRateSchedule
 # Scheduled noise multipliers are rounded up to a grid of one percent, so that
 # a run has some hundreds of them and not one for each step.
 _LEAST, _RATIO, _POINTS = 0.01, 1.01, 1400
+_GRID = tuple(_LEAST * _RATIO**k for k in range(_POINTS))
 SLOTS = 1 + _POINTS
 
 
@@ -51,7 +52,7 @@ class Multiplier:
     @property
     def values(self) -> list[float]:
         """σ of each slot."""
-        return [self._number, *(_LEAST * _RATIO**k for k in range(_POINTS))]
+        return [self._number, *_GRID]
 
     def set(self, value: float | None) -> None:
         """Sets a σ that does not follow a schedule; None forgets it."""
@@ -66,10 +67,9 @@ class Multiplier:
         wanted = tf.where(wanted > _LEAST, wanted, _LEAST)  # Not a number, too.
         above = tf.math.log(wanted / _LEAST)
         # A hair less than the point itself still is that point.
-        slot = tf.math.ceil(above / math.log(_RATIO) - 1e-9)
-        slot = 1 + tf.minimum(tf.cast(slot, tf.int64), _POINTS - 1)
-        values = tf.constant([np.nan, *self.values[1:]], tf.float64)
-        return slot, tf.gather(values, slot)
+        point = tf.math.ceil(above / math.log(_RATIO) - 1e-9)
+        point = tf.minimum(tf.cast(point, tf.int64), _POINTS - 1)
+        return 1 + point, tf.gather(tf.constant(_GRID, tf.float64), point)
 
 
 @keras.saving.register_keras_serializable("keras_fastclip")

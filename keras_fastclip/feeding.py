@@ -140,10 +140,9 @@ def stream(
             "known, so no epsilon could be stated. Pass num_examples=, the "
             "number of distinct examples, if each comes at most once in every "
             "pass over the data (no amplification by sampling is then "
-            "counted); or "
-            "pass arrays or a keras_fastclip.PoissonDataset, which is sampled "
-            "as the accountant assumes; or num_examples='unknown' to train "
-            "with an infinite epsilon."
+            "counted); or pass arrays or a keras_fastclip.PoissonDataset, "
+            "which is sampled as the accountant assumes; or "
+            "num_examples='unknown' to train with an infinite epsilon."
         )
     source, transform = None, _keras.preprocessing_of(model)
     batch_size = sampling.static_batch_size(x)

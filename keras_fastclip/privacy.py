@@ -105,7 +105,7 @@ class Privacy:
         self._run = secrets.token_hex(8)
         self._ledger = Ledger()
         self._source: Source | None = None
-        self._fits = 0  # those that are running, one within the other
+        self._running = 0  # calls of `fit`, one within the other
         self._streams_read: weakref.WeakSet = weakref.WeakSet()
         self._budgets: list[Budget] = []
         self._gated = settings.budget is not None
@@ -184,7 +184,7 @@ class Privacy:
     def _trace_anew(self, model):
         """Keras holds a train function while it runs `fit`."""
         model.train_function = None
-        if self._fits:
+        if self._running:
             model.make_train_function()
 
     # -- the ledger ---------------------------------------------------------
@@ -289,20 +289,20 @@ class Privacy:
         with self.batches_from(model, source):
             self._budgets, self.monitor = list(self._budgets), None
             self._stops.assign(True)
-            self._fits += 1
+            self._running += 1
             try:
                 yield
             finally:
-                self._fits -= 1
+                self._running -= 1
                 monitored = self.monitor is not None
                 self._budgets, self.monitor, stops = before
                 self._stops.assign(stops)
                 if not known and int(self.steps) == steps:
                     # The next fit may be for another number of steps.
                     self.multiplier.set(None)
-                if self._fits:  # That fit has a batch size of its own.
+                if self._running:  # That fit has a batch size of its own.
                     self.expected_batch_size = size
-                if self._fits or monitored:
+                if self._running or monitored:
                     self._trace_anew(model)
 
     @property
@@ -356,8 +356,8 @@ class Privacy:
             return 0
         mechanism, ledger = self._source.mechanism, self._ledger
         # For passes, uses are not steps; but their figure is quickly found.
-        at_most = 0 if self.in_passes else budget.at_most
-        at_most = at_most or 1_000_000
+        any_number = self.in_passes or not budget.at_most
+        at_most = 1_000_000 if any_number else budget.at_most
         if self.multiplier.schedule is None:
             return ledger.uses_within(
                 mechanism(self.multiplier.values[0]),
@@ -468,8 +468,9 @@ class Privacy:
         self._require_multiplier()
         if real is not None:
             rows = tf.math.count_nonzero(real)
-        slot, _ = self.multiplier.at(self.counter.total)
-        return self.counter.cost(poisson, rows, slot)
+        slot, sigma = self.multiplier.at(self.counter.total)
+        use = self.counter.cost(poisson, rows, slot)
+        return dataclasses.replace(use, sigma=sigma)
 
     def clipping_now(self) -> clipping.Scaled:
         """The clipping function at the clip norm of the coming step."""
@@ -502,8 +503,7 @@ class Privacy:
         """
         batch_size = self.denominator()
         step = self.counter.total.read_value()
-        _, sigma = self.multiplier.at(step)
-        norm = self.clip_norm.at(step)
+        sigma, norm = use.sigma, self.clip_norm.at(step)
         if self.clip_norm.adaptive is not None:
             stddev = self.clip_norm.count_stddev(sigma, batch_size)
             (noise,) = self.noise.draw([balance], stddev, step, first=len(sums))
