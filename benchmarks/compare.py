@@ -2,24 +2,25 @@
 
     python -m benchmarks.compare --workload gpt --modes nonprivate,auto,bk
 
-By default all workloads and all methods, which takes over half an hour. The
-models of a workload live in one process and make one step each in every
-round, so that whatever else the machine does meets all of them; what is
-compared are medians. A mode that takes long makes fewer steps (`--seconds`).
-What cannot run is left out with the reason.
+By default all workloads and all methods, which takes over half an hour. Each
+mode has a process of its own, as a user would run it. The processes make one
+step each in every round while the others wait, so that whatever else the
+machine does meets all of them; what is compared are medians, and the most
+memory that a process held. A mode that takes long makes fewer steps
+(`--seconds`). What cannot run is left out with the reason.
 
-The table has, for each mode, milliseconds a step, the speed relative to plain
-training, and for `auto` its time over that of the best named method. `--out
-FILE` writes it to a file, `--picture FILE` draws it (with the `plots` extra).
+The table has, for each mode, milliseconds a step and speed and memory relative
+to plain training, and for `auto` its time over that of the best named method.
+`--out FILE` writes it to a file, `--picture FILE` draws it (with the `plots`
+extra).
 """
 
 import argparse
-import gc
+import multiprocessing
 import statistics
 import time
 import warnings
 
-import keras
 import numpy as np
 import rich.box
 import rich.console
@@ -27,6 +28,7 @@ import rich.table
 import tensorflow as tf
 
 from benchmarks import machine, run
+from benchmarks.processes import peak
 from benchmarks.workloads import WORKLOADS
 from keras_fastclip import methods, sampling
 
@@ -40,14 +42,14 @@ class Runner:
     def __init__(self, workload, mode):
         x, y = workload.data(np.random.default_rng(0), workload.batch)
         self.model = run.build(workload, mode)
-        if mode != PLAIN:
+        if mode.removesuffix("-xla") != PLAIN:
             some = sampling.some((x, y, None))
             self.model._privacy.prepare(self.model, some, workload.batch)
             _require_memory(self.model)
         self.model.make_train_function()
         self._data = iter(tf.data.Dataset.from_tensors((x, y)).repeat())
-        self.step()  # Traces.
-        self.times = []
+        for _ in range(3):  # The first traces; memory settles.
+            self.step()
 
     def step(self):
         start = time.perf_counter()
@@ -73,23 +75,69 @@ def _require_memory(model):
         )
 
 
-def compare(name, modes, steps, seconds, report):
-    """Median seconds of a step by mode, for the modes that can run."""
-    runners = {}
-    for mode in modes:
+def _serve(connection, name, mode):
+    """What the process of a mode does: a step whenever it is told to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
-            runners[mode] = Runner(WORKLOADS[name], mode)
+            runner = Runner(WORKLOADS[name], mode)
+            connection.send(None)
         except Exception as error:
-            text = str(error) or type(error).__name__
-            report(f"{name} {mode}: left out, {text.splitlines()[0]}")
+            connection.send(str(error) or type(error).__name__)
+            return
+        while connection.recv():
+            connection.send((runner.step(), peak()))
+
+
+class Process:
+    """The process of one mode."""
+
+    def __init__(self, name, mode):
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, name, mode))
+        self._process.start()
+        other.close()
+        self.times, self.memory = [], None
+
+    def start(self):
+        """Waits for the first steps; returns why there are none, if so."""
+        try:
+            return self._connection.recv()
+        except EOFError:
+            return "the process ended, probably for lack of memory"
+
+    def step(self):
+        self._connection.send(True)
+        seconds, self.memory = self._connection.recv()
+        self.times.append(seconds)
+
+    def stop(self):
+        self._connection.close()
+        self._process.join(10)
+        self._process.kill()
+
+
+def compare(name, modes, steps, seconds, report):
+    """Median seconds, number of steps and memory by mode, if it can run."""
+    running = {}
+    for mode in modes:
+        process = Process(name, mode)
+        if (problem := process.start()) is None:
+            running[mode] = process
+        else:
+            report(f"{name} {mode}: left out, {problem.splitlines()[0]}")
+            process.stop()
     for _ in range(steps):
-        for runner in runners.values():
+        for process in running.values():
             # Those that take long have had enough, but never too few.
-            if sum(runner.times) < seconds or not runner.times:
-                runner.times.append(runner.step())
+            if sum(process.times) < seconds or not process.times:
+                process.step()
+    for process in running.values():
+        process.stop()
     return {
-        mode: (statistics.median(runner.times), len(runner.times))
-        for mode, runner in runners.items()
+        mode: (statistics.median(p.times), len(p.times), p.memory)
+        for mode, p in running.items()
     }
 
 
@@ -98,7 +146,7 @@ def best_named(found):
     return min(
         (
             (seconds, mode)
-            for mode, (seconds, _) in found.items()
+            for mode, (seconds, *_) in found.items()
             if mode not in (PLAIN, "auto")
         ),
         default=None,
@@ -109,12 +157,18 @@ def table(name, found):
     shown = rich.table.Table(
         title=f"{name}, batch {WORKLOADS[name].batch}", box=rich.box.SIMPLE_HEAD
     )
-    for column in ("method", "ms a step", "speed of plain", "steps"):
+    for column in ("method", "ms a step", "speed", "steps", "MB", "memory"):
         shown.add_column(column, justify="right")
-    plain = found.get(PLAIN, (None,))[0]
-    for mode, (seconds, steps) in found.items():
-        speed = f"{plain / seconds:.2f}" if plain else ""
-        shown.add_row(mode, f"{1e3 * seconds:.1f}", speed, f"{steps}")
+    plain, _, most = found.get(PLAIN, (None, None, None))
+    for mode, (seconds, steps, memory) in found.items():
+        shown.add_row(
+            mode,
+            f"{1e3 * seconds:.1f}",
+            f"{plain / seconds:.2f}" if plain else "",
+            f"{steps}",
+            f"{memory:.0f}",
+            f"{memory / most:.2f}" if most else "",
+        )
     best = best_named(found)
     if best and "auto" in found:
         ratio = found["auto"][0] / best[0]
@@ -134,7 +188,7 @@ def picture(results, path):
     )
     for axis, (name, found) in zip(axes[:, 0], results.items(), strict=True):
         plain = found[PLAIN][0]
-        own = {m: plain / s for m, (s, _) in found.items() if m != PLAIN}
+        own = {m: plain / s for m, (s, *_) in found.items() if m != PLAIN}
         colors = ["C1" if mode == "auto" else "C0" for mode in own]
         bars = axis.barh(list(own), list(own.values()), color=colors)
         axis.bar_label(bars, fmt="%.2f", padding=2)
@@ -167,17 +221,13 @@ def main():
     console.print(machine.description(), highlight=False)
     results = {}
     for name in names:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            results[name] = compare(
-                name, modes, arguments.steps, arguments.seconds, console.print
-            )
+        results[name] = compare(
+            name, modes, arguments.steps, arguments.seconds, console.print
+        )
         console.print(table(name, results[name]))
         if arguments.out:
             with open(arguments.out, "w") as file:
                 file.write(console.export_text(clear=False))
-        keras.backend.clear_session()
-        gc.collect()
     if arguments.picture:
         picture(results, arguments.picture)
 

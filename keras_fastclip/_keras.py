@@ -27,6 +27,7 @@ from keras.src.trainers.data_adapters.data_adapter_utils import (
 from keras.src.utils.python_utils import pythonify_logs
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context as tf_context
+from tensorflow.python.ops import control_flow_util
 
 __all__ = [
     "Functional",
@@ -374,6 +375,18 @@ def functional_from_config(config, custom_objects) -> tuple[Any, Any, str]:
     """Inputs, outputs and name of a functional model."""
     plain = Functional.from_config(config, custom_objects)
     return plain._inputs_struct, plain._outputs_struct, plain.name
+
+
+def on_cpu() -> bool:
+    """Whether what is traced now runs by TensorFlow's own CPU kernels.
+
+    Not if there is a GPU, nor if XLA compiles it.
+    """
+    if tf.config.list_logical_devices("GPU"):
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    compiled = control_flow_util.GraphOrParentsInXlaContext(graph)
+    return tf.executing_eagerly() or not compiled
 
 
 @contextlib.contextmanager

@@ -114,8 +114,8 @@ class PrivateTraining:
         def step():
             penalty, penalty_gradients = losses.regularization(self)
             sums, balance, logs = _clipped_sum(self, batch, real, penalty)
-            noised = privacy.add_noise(sums, use, balance)
-            gradients = _mean_gradients(self, noised, penalty_gradients)
+            means = privacy.noised_mean(sums, use, balance)
+            gradients = _gradients(self, means, penalty_gradients)
             with tf.control_dependencies(gradients[:1]):  # No batch, no step.
                 self.optimizer.apply(gradients, self.trainable_variables)
             return logs
@@ -329,16 +329,15 @@ def _clipped_sum(model, batch, real, penalty):
     return *totals, model.get_metrics_result()
 
 
-def _mean_gradients(model, noised, penalty_gradients):
+def _gradients(model, means, penalty_gradients):
     """What the optimizer gets for each of the trainable variables."""
     # The optimizer divides by its loss scale; here no loss was scaled.
     scale = model.optimizer.loss_scale_factor or 1
     gradients = []
     for variable in model.trainable_variables:
         # Weights that the loss does not depend on get no noise either.
-        if id(variable) in noised:
-            mean = noised[id(variable)] / model._privacy.denominator()
-            gradient = tf.cast(mean, variable.dtype)
+        if id(variable) in means:
+            gradient = tf.cast(means[id(variable)], variable.dtype)
         else:
             gradient = tf.zeros(variable.shape, variable.dtype)
         if id(variable) in penalty_gradients:

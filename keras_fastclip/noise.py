@@ -1,22 +1,26 @@
-"""Gaussian noise, drawn on the device.
+"""Gaussian noise from a secret that nobody else has.
 
-The generator is Philox, which is counter-based: a 64-bit key and a 128-bit
-counter select the values. The key and the upper half of the counter start are
-128 secret bits from the operating system, held in a variable that is never
-saved; the step number and the index of the weight are added to the upper half
-of the counter, and the values of one weight run through the lower half. So no
-two draws share a value of the counter, with and without XLA, and the noise
-cannot be recomputed from anything that is written to disk.
+On a CPU the values come from a keystream of AES (`keystream.py`). On other
+devices and in steps compiled by XLA, which cannot call it, they come from
+TensorFlow's Philox generator on the device itself: a counter-based generator,
+too, with 128 secret bits from the operating system.
 """
 
+import functools
 import secrets
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_fastclip import _keras, keystream
+
 PHILOX = 1
 # Counters of one step: more weights than any model has.
 STREAMS_PER_STEP = 1 << 20
+# Sums of fewer values get their noise together, and nothing is compiled for
+# them.
+SMALL = 1 << 16
 
 
 class GaussianNoise:
@@ -24,40 +28,96 @@ class GaussianNoise:
 
     Args:
         seed: an integer for repeatable experiments on public data; None takes
-            the key from the operating system. Noise that others can recompute
-            protects nothing: with real data leave it out.
+            all secrets from the operating system. Noise that others can
+            recompute protects nothing: with real data leave it out.
     """
 
     def __init__(self, seed: int | None = None):
+        self._seed = seed
         secret = [secrets.randbits(64), secrets.randbits(64)]
         if seed is not None:
             secret = [int(seed), 0]
         with tf.init_scope():
-            # Held as signed integers, which all devices have.
+            # Held as signed integers, which all devices have. Never saved.
             self._secret = tf.Variable(
                 [word - (1 << 64) if word >> 63 else word for word in secret],
                 dtype=tf.int64,
                 trainable=False,
             )
 
-    def draw(
+    def add(
         self,
-        like: list[tf.Tensor],
-        stddev: tf.Tensor | float,
+        sums: list[tf.Tensor],
+        stddev: tf.Tensor,
         step: tf.Tensor,
+        divisor: float = 1.0,
         first: int = 0,
     ) -> list[tf.Tensor]:
-        """Noise of the shapes and types of `like`.
+        """(sum + noise) / divisor for each of the sums.
 
-        The noise of a weight is drawn once its tensor is there: all noise at
-        once would hold as many numbers again as there are weights.
+        The noise of a sum is drawn once the sum is there: all noise at once
+        would hold as many numbers again as there are weights.
 
         Args:
-            like: tensors, of float32 or float64.
-            stddev: standard deviation.
+            sums: tensors, of float32 or float64.
+            stddev: standard deviation of the noise.
             step: number of the step.
+            divisor: what sum and noise are divided by.
             first: number of the first of these tensors among all of the step;
                 step and number together may be used once only.
+        """
+        numbers = range(first, first + len(sums))
+        if not _keras.on_cpu():
+            return self._add_on_device(sums, stddev, step, divisor, numbers)
+        groups: dict[Any, list[int]] = {}
+        for place, total in enumerate(sums):
+            small = total.shape.num_elements() < SMALL
+            key = total.dtype if small else place
+            groups.setdefault(key, []).append(place)
+        noised = {}
+        for places in groups.values():
+            group = [sums[place] for place in places]
+            name = (self._seed, numbers[places[0]])
+            means = self._add_from_keystream(group, stddev, step, divisor, name)
+            noised.update(zip(places, means, strict=True))
+        return [noised[place] for place in range(len(sums))]
+
+    def _add_from_keystream(self, sums, stddev, step, divisor, name):
+        """By AES, drawn at once for all these sums."""
+        flat = tf.concat([tf.reshape(total, [-1]) for total in sums], 0)
+        size = flat.shape[0]
+        pairs = (size + 1) // 2
+        secret = self._seed is None
+
+        def draw(step):
+            drawn = None if secret else (*name, int(step))
+            return keystream.random_words(pairs, drawn)
+
+        with tf.control_dependencies([flat]):
+            words = tf.numpy_function(draw, [step], tf.uint32)
+        words = tf.ensure_shape(words, [keystream.WORDS, pairs])
+        add = _add_normal if size < SMALL else _compiled(size, flat.dtype)
+        parts = tf.split(
+            add(
+                flat,
+                words,
+                tf.cast(stddev, tf.float64),
+                tf.constant(divisor, tf.float64),
+            ),
+            [total.shape.num_elements() for total in sums],
+        )
+        return [
+            tf.reshape(part, total.shape)
+            for part, total in zip(parts, sums, strict=True)
+        ]
+
+    def _add_on_device(self, sums, stddev, step, divisor, numbers):
+        """By Philox, in which a key and a counter select the values.
+
+        The key and the upper half of the counter start are secret; the number
+        of the step and of the sum are added to the upper half, and the values
+        of one sum run through the lower half. So no two draws share a value
+        of the counter, with and without XLA.
         """
         secret = tf.bitcast(self._secret.read_value(), tf.uint64)
         key, start = secret[:1], secret[1]
@@ -65,18 +125,31 @@ class GaussianNoise:
             STREAMS_PER_STEP, tf.uint64
         )
         # Unsigned sums wrap around, which keeps streams apart all the same.
-        numbers = np.arange(first, first + len(like))
-        upper = start + tf.constant(numbers, tf.uint64)
+        upper = start + tf.constant(np.array(numbers), tf.uint64)
         counters = tf.unstack(tf.stack([tf.zeros_like(upper), upper], 1))
-        noise = []
-        for tensor, counter in zip(like, counters, strict=True):
-            with tf.control_dependencies([tensor]):
+        noised = []
+        for total, counter in zip(sums, counters, strict=True):
+            with tf.control_dependencies([total]):
                 values = tf.raw_ops.StatelessRandomNormalV2(
-                    shape=tf.shape(tensor),
+                    shape=tf.shape(total),
                     key=key,
                     counter=counter,
                     alg=PHILOX,
-                    dtype=tensor.dtype,
+                    dtype=total.dtype,
                 )
-            noise.append(values * tf.cast(stddev, values.dtype))
-        return noise
+            values *= tf.cast(stddev, values.dtype)
+            noised.append((total + values) / divisor)
+        return noised
+
+
+def _add_normal(flat, words, stddev, divisor):
+    """(flat + noise) / divisor."""
+    values = tf.cast(keystream.normal(words), flat.dtype)[: flat.shape[0]]
+    scale = tf.cast(stddev / divisor, flat.dtype)
+    return flat * tf.cast(1 / divisor, flat.dtype) + scale * values
+
+
+@functools.cache
+def _compiled(size: int, dtype: tf.DType):
+    """One loop over the values, in place of some thirty passes over them."""
+    return tf.function(_add_normal, jit_compile=True)

@@ -488,7 +488,7 @@ class Privacy:
             halves = tf.where(real, halves, 0.0)
         return tf.reduce_sum(halves)
 
-    def add_noise(
+    def noised_mean(
         self,
         sums: dict[int, tf.Tensor],
         use: counting.Use,
@@ -500,26 +500,27 @@ class Privacy:
             sums: by id of the weight.
             use: what the step costs.
             balance: of gradients within the clip norm and longer ones.
+
+        Returns:
+            Sum and noise over the expected batch size, by id of the weight.
         """
         batch_size = self.denominator()
         step = self.counter.total.read_value()
         sigma, norm = use.sigma, self.clip_norm.at(step)
-        if self.clip_norm.adaptive is not None:
-            stddev = self.clip_norm.count_stddev(sigma, batch_size)
-            (noise,) = self.noise.draw([balance], stddev, step, first=len(sums))
-            self.clip_norm.adapt(balance + noise, batch_size)
-            sigma = self.clip_norm.gradient_sigma(sigma, stddev)
-        noise = self.noise.draw(list(sums.values()), sigma * norm, step)
+        totals = list(sums.values())
         # No update without a count, and no count without a batch.
-        with tf.control_dependencies(list(sums.values())[:1]):
+        with tf.control_dependencies(totals[:1]):
             counted = self.counter.count(use)
         with tf.control_dependencies([counted]):
-            return {
-                key: total + random
-                for (key, total), random in zip(
-                    sums.items(), noise, strict=True
+            if self.clip_norm.adaptive is not None:
+                stddev = self.clip_norm.count_stddev(sigma, batch_size)
+                (balance,) = self.noise.add(
+                    [balance], stddev, step, first=len(sums)
                 )
-            }
+                self.clip_norm.adapt(balance, batch_size)
+                sigma = self.clip_norm.gradient_sigma(sigma, stddev)
+            means = self.noise.add(totals, sigma * norm, step, batch_size)
+        return dict(zip(sums, means, strict=True))
 
     def denominator(self) -> float:
         """The expected batch size: a public constant, not the realised one."""

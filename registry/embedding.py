@@ -132,15 +132,20 @@ class Lookup(Term):
 
     def __init__(self, table, ids: tf.Tensor, canonical=None):
         self.variables = (table,)
-        # Ids that the table does not have: TensorFlow raises an error, but
-        # compiled by XLA it takes some row, and lets their gradients go.
-        self._known = (ids >= 0) & (ids < table.shape[0])
-        self._ids = tf.where(self._known, ids, tf.zeros_like(ids))
+        # Ids that the table does not have are an error on a CPU; elsewhere
+        # TensorFlow takes some row or none, and lets their gradients go.
+        self._known = None
+        if not _keras.on_cpu():
+            self._known = (ids >= 0) & (ids < table.shape[0])
+            ids = tf.where(self._known, ids, tf.zeros_like(ids))
+        self._ids = ids
         self._canonical = canonical or itself
 
     def _cotangent(self, g):
         """The cotangent of the rows looked up; zero for unknown ids."""
         g = self._canonical(at_least_float32(g))
+        if self._known is None:
+            return g
         return tf.where(self._known[..., None], g, tf.zeros([], g.dtype))
 
     @property

@@ -418,3 +418,23 @@ def test_backups_go_by_two_paths(tmp_path):
     callback.set_model(model)
     callback._save_model()
     assert {str(path) for path in tmp_path.iterdir()} == set(map(str, names))
+
+
+def test_it_is_known_what_xla_compiles():
+    seen = []
+
+    def look():
+        seen.append(_keras.on_cpu())
+        return tf.cond(tf.constant(True), inner, inner)
+
+    def inner():
+        seen.append(_keras.on_cpu())
+        return 0.0
+
+    tf.function(look, jit_compile=True)()
+    compiled = len(seen)
+    tf.function(look)()
+    look()
+    assert seen[:compiled] == [False] * compiled
+    cpu_only = not tf.config.list_logical_devices("GPU")
+    assert set(seen[compiled:]) == {cpu_only}

@@ -11,7 +11,6 @@ from scipy import stats
 
 import keras_fastclip
 from keras_fastclip.checking import loop_over_examples
-from keras_fastclip.noise import GaussianNoise
 from tests.test_zoo import CLIP, private
 from tests.zoo import BATCH, ZOO, NoisyQuadratic, cross_entropy, labels, random
 
@@ -111,7 +110,8 @@ def test_noise_has_the_right_scale(mode, float64):
     assert stats.kstest(values, "norm", (0, std)).pvalue > 1e-9
     for wrong in (2 / 3, 3 / 2):
         assert stats.kstest(values, "norm", (0, wrong * std)).pvalue < 1e-9
-    assert len(np.unique(values)) == len(values)
+    # A few of so many numbers of float32 are equal by chance.
+    assert len(np.unique(values)) > len(values) - 40
 
 
 def test_noise_is_not_repeated_by_another_model(float64):
@@ -241,43 +241,6 @@ def test_mixed_bfloat16_takes_norms_in_float32(name):
     for i in range(3):
         moved = update(model, (x[i : i + 1], y[i : i + 1]))
         assert norm(moved) <= CLIP * (1 + 1e-2)
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_every_secret_bit_changes_the_noise(jit):
-    source = GaussianNoise()
-    like = [tf.zeros([3])]
-    draw = tf.function(
-        lambda: source.draw(like, 1.0, tf.constant(5, tf.int64))[0],
-        jit_compile=jit,
-    )
-    secret = source._secret.numpy()
-    seen = {tuple(draw().numpy())}
-    for word in range(2):
-        for bit in range(64):
-            flipped = secret.view("uint64").copy()
-            flipped[word] ^= np.uint64(1 << bit)
-            source._secret.assign(flipped.view("int64"))
-            seen.add(tuple(draw().numpy()))
-    assert len(seen) == 129
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_steps_and_weights_have_streams_of_their_own(jit, float64):
-    source = GaussianNoise()
-    like = [tf.zeros([40, 5], "float64"), tf.zeros([7], "float64")]
-
-    @tf.function(jit_compile=jit)
-    def draw(step):
-        return source.draw(like, 1.0, step)
-
-    values = [
-        np.concatenate(
-            [n.numpy().ravel() for n in draw(tf.constant(s, "int64"))]
-        )
-        for s in range(20)
-    ]
-    assert len(np.unique(values)) == 20 * 207
 
 
 def test_one_example_moves_a_bfloat16_sum_by_no_more_than_the_clip_norm():

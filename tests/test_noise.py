@@ -1,0 +1,180 @@
+"""The noise: its source, its distribution, and that no two draws are alike.
+
+Statistical bounds are exceeded with probability below 1e-9 by right noise.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import scipy.stats
+import tensorflow as tf
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from keras_fastclip import keystream
+from keras_fastclip.noise import SMALL, GaussianNoise
+
+STEP = tf.constant(5, tf.int64)
+
+
+def words(high, low, angle):
+    return tf.constant(np.array([high, low, angle], np.uint32)[:, None])
+
+
+@functools.cache
+def many_values():
+    """Normal values in pairs, (2, n)."""
+    drawn = keystream.random_words(1 << 23)
+    return keystream.normal(tf.constant(drawn)).numpy().reshape(2, -1)
+
+
+def test_words_are_the_keystream_of_the_cipher():
+    """Also where zeros are encrypted in several turns."""
+    pairs = len(keystream.ZEROS) // 8
+    drawn = keystream.random_words(pairs, name=(7, "name"))
+    key = keystream.hashlib.sha256(b"(7, 'name')").digest()[:16]
+    encrypt = Cipher(algorithms.AES128(key), modes.CTR(bytes(16))).encryptor()
+    exact = encrypt.update(bytes(12 * pairs))
+    assert 12 * pairs > len(keystream.ZEROS)
+    assert drawn.tobytes() == exact
+
+
+def test_no_two_draws_share_their_words():
+    drawn = [keystream.random_words(8).tobytes() for _ in range(100)]
+    assert len(set(drawn)) == 100
+
+
+@pytest.mark.parametrize("pairs", [0, 1, 3])
+def test_any_number_of_pairs(pairs):
+    assert keystream.random_words(pairs).shape == (3, pairs)
+
+
+def test_values_are_normal():
+    values = many_values()
+    for side in values:
+        p = scipy.stats.kstest(side[: 1 << 20], "norm").pvalue
+        assert p > 1e-9
+    total = values.size
+    flat = values.reshape(-1).astype("float64")
+    assert abs(flat.mean()) < 6.2 / total**0.5
+    assert abs((flat**2).mean() - 1) < 6.2 * (2 / total) ** 0.5
+    assert abs((flat**4).mean() - 3) < 6.2 * (96 / total) ** 0.5
+    # Sine and cosine of one pair, and their squares, do not hang together.
+    sine, cosine = values.astype("float64")
+    assert abs((sine * cosine).mean()) < 6.2 / sine.size**0.5
+    squares = (sine**2 - 1) * (cosine**2 - 1)
+    assert abs(squares.mean()) < 6.2 * 2 / sine.size**0.5
+
+
+@pytest.mark.parametrize("limit", [1e-3, 0.1, 1.0, 3.0, 4.0, 5.0])
+def test_tails_and_centre_have_the_weight_they_should(limit):
+    values = np.abs(many_values())
+    expected = scipy.stats.binom(values.size, 2 * scipy.stats.norm.sf(limit))
+    low, high = expected.ppf([5e-10, 1 - 5e-10])
+    assert low <= np.count_nonzero(values > limit) <= high
+
+
+def test_angles_are_spread_evenly():
+    sine, cosine = many_values()
+    sectors = np.histogram(np.arctan2(sine, cosine), 64, (-np.pi, np.pi))[0]
+    assert scipy.stats.chisquare(sectors).pvalue > 1e-9
+
+
+def test_the_largest_value_is_that_of_64_bits():
+    """With 32 bits it would be 6.7, too small for models of today."""
+    values = keystream.normal(words(0, 0, 0)).numpy()
+    assert np.linalg.norm(values) == pytest.approx(
+        (2 * 65 * np.log(2)) ** 0.5, 1e-6
+    )
+    second = keystream.normal(words(0, 1, 0)).numpy()
+    assert 9 < np.linalg.norm(second) < np.linalg.norm(values)
+
+
+@pytest.mark.parametrize("word", [0, 1, 2, 3, 1 << 31, (1 << 32) - 1])
+def test_values_are_finite_and_on_the_circle(word):
+    top = (1 << 32) - 1
+    for radius in ((0, 0), (top, top), (1 << 31, 5)):
+        pair = keystream.normal(words(*radius, word)).numpy()
+        assert np.all(np.isfinite(pair))
+        u = (radius[0] * 2**32 + radius[1] + 0.5) / 2**64
+        length = (-2 * np.log(u)) ** 0.5
+        assert np.linalg.norm(pair) == pytest.approx(length, 1e-6, 1e-4)
+
+
+SHAPES = [(40, 5), (7,), (), (0, 3), (SMALL + 1,)]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sums_get_noise_of_the_given_size_and_are_divided(jit, dtype):
+    source = GaussianNoise()
+    sums = [tf.fill(shape, tf.constant(3, dtype)) for shape in SHAPES]
+
+    @tf.function(jit_compile=jit)
+    def add(stddev):
+        return source.add(sums, stddev, STEP, 4.0)
+
+    for exact, mean in zip(sums, add(tf.constant(0.0, "float64")), strict=True):
+        assert mean.dtype == dtype and mean.shape == exact.shape
+        np.testing.assert_allclose(mean, exact / 4, rtol=1e-6)
+    noised = add(tf.constant(2.0, "float64"))
+    for mean in noised:
+        noise = (mean.numpy().ravel() * 4 - 3) / 2
+        bounds = scipy.stats.chi2(noise.size).ppf([5e-10, 1 - 5e-10])
+        if noise.size:
+            assert bounds[0] <= np.sum(np.square(noise)) <= bounds[1]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_steps_and_weights_have_noise_of_their_own(jit, seed, float64):
+    source = GaussianNoise(seed)
+    sums = [tf.zeros([40, 5], "float64"), tf.zeros([7], "float64")]
+
+    @tf.function(jit_compile=jit)
+    def add(step, first):
+        return source.add(sums, tf.constant(1.0, "float64"), step, first=first)
+
+    values = [
+        np.concatenate([n.numpy().ravel() for n in add(step, first)])
+        for step in map(tf.constant, np.arange(10))
+        for first in (0, 2)
+    ]
+    # Some of 4140 values of float32 may be equal.
+    assert len(np.unique(values)) > 20 * 207 - 5
+
+
+def test_without_a_seed_not_even_the_same_step_draws_the_same_again():
+    """As when weights and steps are put back and training goes on anew."""
+    source = GaussianNoise()
+    one, other = (
+        source.add([tf.zeros([50])], tf.constant(1.0), STEP)[0].numpy()
+        for _ in range(2)
+    )
+    assert not np.any(np.isclose(one, other, rtol=1e-6))
+
+
+def test_a_seed_repeats_the_noise():
+    sums = [tf.zeros([50]), tf.zeros([SMALL + 1]), tf.zeros([3])]
+    one, other = (
+        GaussianNoise(4).add(sums, tf.constant(1.0), STEP) for _ in range(2)
+    )
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_every_secret_bit_of_the_device_generator_changes_the_noise():
+    source = GaussianNoise()
+    draw = tf.function(
+        lambda: source.add([tf.zeros([3])], tf.constant(1.0), STEP)[0],
+        jit_compile=True,
+    )
+    secret = source._secret.numpy()
+    seen = {tuple(draw().numpy())}
+    for word in range(2):
+        for bit in range(64):
+            flipped = secret.view("uint64").copy()
+            flipped[word] ^= np.uint64(1 << bit)
+            source._secret.assign(flipped.view("int64"))
+            seen.add(tuple(draw().numpy()))
+    assert len(seen) == 129
