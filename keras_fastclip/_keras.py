@@ -203,6 +203,22 @@ def compiled_metrics(model: keras.Model, y, y_pred, sample_weight):
     ]
 
 
+def make_state(model: keras.Model, x: Any, y: Any) -> None:
+    """Makes the variables of optimizer and metrics.
+
+    Made while a step is traced, they would have TensorFlow trace it again.
+    """
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    compiled = model._compile_metrics
+    if compiled is not None and not compiled.built:
+        try:
+            y_pred = model.compute_output_spec(x, training=False)
+        except Exception:  # Then they are made while the step is traced.
+            return
+        compiled.build(y, y_pred)
+
+
 @contextlib.contextmanager
 def autocast(layer: keras.Layer):
     """The scope in which a layer of mixed precision reads its weights."""

@@ -107,7 +107,7 @@ class Item:
             return [Way("ghost", "batched")]
         # The operations of a ghost norm over those of building gradients.
         t, d, p = kernel.positions, kernel.inputs, kernel.outputs
-        ratio = t * (d + p) / (d * p)
+        ratio = t * kernel.ghost_width / (d * p)
         ways = []
         if not self.has_ghost or ratio > 0.1 or kernel.gram > kernel.built:
             ways.append(Way("build", kernel.timed[-1]))
@@ -161,7 +161,7 @@ def cost(item: Item, way: Way, batch: int) -> Choice:
     held = number * batch * kernel.cotangent
     if way.ghost:
         grams = kernel.tile if way.form == "tiles" else kernel.gram
-        each = grams + kernel.copied("patches")
+        each = grams + kernel.copied_for_ghost(way.form)
         return Choice(way, held, number * at_a_time * each)
     copied = number * at_a_time * kernel.copied(way.form)
     if way.keep:
@@ -292,17 +292,12 @@ def reference_clock(kernel: Kernel, way: Way) -> float:
 
     Used where plans must be the same everywhere: the speeds are fixed.
     """
-    t, d, p, s = (
-        kernel.positions,
-        kernel.inputs,
-        kernel.outputs,
-        kernel.blocks,
-    )
+    t, s = kernel.positions, kernel.blocks
     looped = way.form in ("loop", "tiles")
     speed, turn = (_LOOP, _TURN) if looped else (_BATCHED, 0.0)
     once = 2 * t * kernel.built
     if way.ghost:
-        grams = 2 * t * t * s * (d + p)
+        grams = 2 * t * t * s * kernel.ghost_width
         return turn + grams / speed + once / _LARGE
     passes = 4 * (2 * kernel.built + kernel.copied(way.form)) / _STREAM
     seconds = turn + once / speed + passes

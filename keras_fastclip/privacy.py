@@ -594,6 +594,7 @@ class Privacy:
         new_size = self.denominator() != size
         if self.plan(model, batch) is not plan or new_size:
             model.train_function = None
+        _keras.make_state(model, *batch[:2])
 
     def plan(self, model: keras.Model, batch: tuple[Any, Any, Any]) -> Plan:
         """The plan for the model as it is now; checks it if it is new.

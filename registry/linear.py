@@ -83,8 +83,17 @@ class Kernel:
         """Numbers in a tile of them."""
         return min(self.gram, 2 * self.blocks * TILE * self.positions)
 
+    @property
+    def ghost_width(self) -> int:
+        """Operations of a ghost norm for each pair of positions."""
+        return self.inputs + self.outputs
+
     def copied(self, form: str) -> int:
         """Numbers of an example that are copied before the product."""
+        return 0
+
+    def copied_for_ghost(self, form: str | None) -> int:
+        """The same for a ghost norm."""
         return 0
 
     def sample(self, examples: int) -> tuple[Term, tf.Tensor]:
@@ -283,8 +292,8 @@ def ghost_norm(
     """⟨aaᵀ, ggᵀ⟩ of each example, rounded up."""
     if a.shape[-2] == 1:
         # |a|²·|g|²: nothing cancels.
-        squares = _with_lost(tf.reduce_sum(a * a, -1), a)
-        squares *= _with_lost(tf.reduce_sum(g * g, -1), g)
+        squares = _with_lost(tf.reduce_sum(a * a, -1), a.shape[-1])
+        squares *= _with_lost(tf.reduce_sum(g * g, -1), g.shape[-1])
         return _sum_but_first(squares)
     if form == "loop":
         return norms_in_turns(ghost_norm, [a, g])
@@ -295,7 +304,10 @@ def ghost_norm(
 
 def ghost_norm_by_tiles(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     """`ghost_norm` that holds few rows of the Gram matrices at a time."""
-    return _without_blocks(a, g, *gram_product(a, g, _product_by_tiles))
+    squares = tf.reduce_sum(a * a, -1), tf.reduce_sum(g * g, -1)
+    product = _product_by_tiles(a, g)
+    widths = a.shape[-1], g.shape[-1]
+    return _without_blocks(a, g, *_with_sizes(product, *squares, *widths))
 
 
 def _without_blocks(a, g, norms, sizes):
@@ -308,35 +320,49 @@ def _without_blocks(a, g, norms, sizes):
     )
 
 
-def gram_product(
-    a: tf.Tensor, g: tf.Tensor, product: Callable | None = None
-) -> tuple[tf.Tensor, tf.Tensor]:
+def gram_product(a: tf.Tensor, g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """⟨aaᵀ, ggᵀ⟩ before rounding up, and Σ|aₜ||gₜ|, of each example.
 
     Kernels of several blocks have both for each block.
 
     Args:
         a, g: (..., T, d) and (..., T, p).
-        product: another way to take the product.
     """
-    squares_a = _with_lost(tf.reduce_sum(a * a, -1), a)
-    squares_g = _with_lost(tf.reduce_sum(g * g, -1), g)
+    return product_of_grams(gram(a), gram(g), a.shape[-1], g.shape[-1])
+
+
+def product_of_grams(
+    gram_a: tf.Tensor, gram_g: tf.Tensor, d: int, p: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """`gram_product` of Gram matrices that are there already."""
+    product = tf.reduce_sum(tf.reduce_sum(gram_a * gram_g, -1), -1)
+    squares = tf.linalg.diag_part(gram_a), tf.linalg.diag_part(gram_g)
+    return _with_sizes(product, *squares, d, p)
+
+
+def gram(tensor: tf.Tensor) -> tf.Tensor:
+    """(..., T, d) -> (..., T, T), the products of all pairs of vectors."""
+    return tf.matmul(tensor, tensor, transpose_b=True)
+
+
+def _with_sizes(product, squares_a, squares_g, d, p):
+    """With what was too small to be held, and Σ|aₜ||gₜ|."""
+    squares_a = _with_lost(squares_a, d)
+    squares_g = _with_lost(squares_g, p)
     sizes = tf.reduce_sum(tf.sqrt(squares_a * squares_g), -1)
-    norms = (product or _product)(a, g, a, g)
-    return norms + _lost_in_product(squares_a, squares_g, a, g), sizes
+    # |aₛ·aₜ| is at most Σ|aₜ|².
+    lost_a = _lost(product, d) * tf.reduce_sum(squares_g, -1)
+    lost_g = _lost(product, p) * tf.reduce_sum(squares_a, -1)
+    count = tf.cast(tf.shape(squares_a)[-1], product.dtype)
+    return product + count * (lost_a + lost_g), sizes
 
 
-def _product(some_a, some_g, a, g):
-    """Of some rows of the Gram matrices."""
-    gram_a = tf.matmul(some_a, a, transpose_b=True)
-    gram_g = tf.matmul(some_g, g, transpose_b=True)
-    return tf.reduce_sum(tf.reduce_sum(gram_a * gram_g, -1), -1)
-
-
-def _product_by_tiles(some_a, some_g, a, g):
+def _product_by_tiles(a, g):
     def tile(start):
         rows = slice(start, start + TILE)
-        return _product(some_a[..., rows, :], some_g[..., rows, :], a, g)
+        gram_a = tf.matmul(a[..., rows, :], a, transpose_b=True)
+        gram_g = tf.matmul(g[..., rows, :], g, transpose_b=True)
+        return tf.reduce_sum(tf.reduce_sum(gram_a * gram_g, -1), -1)
 
     sums = tf.map_fn(
         tile,
@@ -347,27 +373,18 @@ def _product_by_tiles(some_a, some_g, a, g):
     return tf.reduce_sum(sums, 0)
 
 
-def _lost(tensor):
+def _lost(like, width):
     """The most that an inner product loses to numbers too small to hold.
 
     What is below the least normal number becomes zero. That may count: 1e-19
     squared is zero in float32, yet 1e-19 times 1e19 is one.
     """
-    least = np.finfo(tensor.dtype.as_numpy_dtype).tiny
-    return tensor.shape[-1] * least
+    return width * np.finfo(like.dtype.as_numpy_dtype).tiny
 
 
-def _with_lost(squares, tensor):
+def _with_lost(squares, width):
     """Squared lengths of vectors, not below their true values."""
-    return squares + _lost(tensor)
-
-
-def _lost_in_product(squares_a, squares_g, a, g):
-    """The most that ⟨aaᵀ, ggᵀ⟩ loses so: |aₛ·aₜ| is at most Σ|aₜ|²."""
-    count = tf.cast(tf.shape(squares_a)[-1], a.dtype)
-    lost_a = _lost(a) * tf.reduce_sum(squares_g, -1)
-    lost_g = _lost(g) * tf.reduce_sum(squares_a, -1)
-    return count * (lost_a + lost_g)
+    return squares + _lost(squares, width)
 
 
 def rounded_up(
