@@ -149,6 +149,7 @@ class Privacy:
         dial = {"noise_multiplier", "l2_norm_clip"} & set(changes)
         given = [getattr(self.settings, name) for name in dial]
         given += [changes[name] for name in dial]
+        traced = set(changes) != dial
         if any(hasattr(value, "get_config") for value in given):
             raise ValueError(
                 "Only numbers can be exchanged for numbers: noise_multiplier "
@@ -177,9 +178,11 @@ class Privacy:
         if "l2_norm_clip" in changes:
             self.clip_norm.set(settings.l2_norm_clip)
             self._norm_varied |= self._ledger.total_steps > 0
+        traced |= not self._gated and settings.budget is not None
         self._gated |= settings.budget is not None
         self._allow()
-        self._trace_anew(model)
+        if traced:
+            self._trace_anew(model)
 
     def _trace_anew(self, model):
         """Keras holds a train function while it runs `fit`."""
