@@ -5,12 +5,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test speed lint format clean
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train a small model with differential privacy"
 	@echo "make test    check style and run the tests"
+	@echo "make speed   check that private training is not much slower than plain"
 	@echo "make lint    check style only"
 	@echo "make format  sort imports, fix and format the code"
 	@echo "make clean   remove .venv, builds and caches"
@@ -20,6 +21,9 @@ demo: $(VENV)/.stamp-demo
 
 test: lint
 	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/pytest -n 2
+
+speed: $(VENV)/.stamp-test
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m benchmarks.guard
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

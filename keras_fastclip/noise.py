@@ -69,6 +69,8 @@ class GaussianNoise:
         numbers = range(first, first + len(sums))
         if not _keras.on_cpu():
             return self._add_on_device(sums, stddev, step, divisor, numbers)
+        stddev = tf.cast(stddev, tf.float64)
+        divisor = tf.constant(divisor, tf.float64)
         groups: dict[Any, list[int]] = {}
         for place, total in enumerate(sums):
             small = total.shape.num_elements() < SMALL
@@ -84,9 +86,10 @@ class GaussianNoise:
 
     def _add_from_keystream(self, sums, stddev, step, divisor, name):
         """By AES, drawn at once for all these sums."""
-        flat = tf.concat([tf.reshape(total, [-1]) for total in sums], 0)
-        size = flat.shape[0]
-        pairs = (size + 1) // 2
+        flat = [tf.reshape(total, [-1]) for total in sums]
+        sizes = [total.shape.num_elements() for total in sums]
+        flat = flat[0] if len(sums) == 1 else tf.concat(flat, 0)
+        pairs = (sum(sizes) + 1) // 2
         secret = self._seed is None
 
         def draw(step):
@@ -95,17 +98,11 @@ class GaussianNoise:
 
         with tf.control_dependencies([flat]):
             words = tf.numpy_function(draw, [step], tf.uint32)
-        words = tf.ensure_shape(words, [keystream.WORDS, pairs])
-        add = _add_normal if size < SMALL else _compiled(size, flat.dtype)
-        parts = tf.split(
-            add(
-                flat,
-                words,
-                tf.cast(stddev, tf.float64),
-                tf.constant(divisor, tf.float64),
-            ),
-            [total.shape.num_elements() for total in sums],
-        )
+        words.set_shape([keystream.WORDS, pairs])
+        large = sum(sizes) >= SMALL
+        add = _compiled(sum(sizes), flat.dtype) if large else _add_normal
+        mean = add(flat, words, stddev, divisor)
+        parts = [mean] if len(sums) == 1 else tf.split(mean, sizes)
         return [
             tf.reshape(part, total.shape)
             for part, total in zip(parts, sums, strict=True)
