@@ -95,7 +95,9 @@ class Process:
     def __init__(self, name, mode):
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, name, mode))
+        self._process = context.Process(
+            target=_serve, args=(other, name, mode), daemon=True
+        )
         self._process.start()
         other.close()
         self.times, self.memory = [], None
@@ -105,17 +107,24 @@ class Process:
         try:
             return self._connection.recv()
         except EOFError:
-            return "the process ended, probably for lack of memory"
+            return "its process ended, probably for lack of memory"
 
     def step(self):
         self._connection.send(True)
-        seconds, self.memory = self._connection.recv()
+        try:
+            seconds, self.memory = self._connection.recv()
+        except EOFError:
+            raise RuntimeError(
+                "A process ended in the midst of a step."
+            ) from None
         self.times.append(seconds)
 
     def stop(self):
-        self._connection.close()
-        self._process.join(10)
+        if self._process.is_alive():
+            self._connection.send(False)
+            self._process.join(10)
         self._process.kill()
+        self._connection.close()
 
 
 def compare(name, modes, steps, seconds, report):
@@ -147,7 +156,7 @@ def best_named(found):
         (
             (seconds, mode)
             for mode, (seconds, *_) in found.items()
-            if mode not in (PLAIN, "auto")
+            if mode.removesuffix("-xla") not in (PLAIN, "auto")
         ),
         default=None,
     )

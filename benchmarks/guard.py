@@ -3,8 +3,8 @@
     python -m benchmarks.guard
 
 Steps of plain and of private training are made in turn, each in a process of
-its own. The limits are two thirds of the speeds that the README names, as
-other work on the machine may meet the one more than the other; what fails is
+its own. The limits are far below the speeds that the README names, as other
+work on the machine may meet the one more than the other; what fails is
 measured a second time before it counts.
 """
 

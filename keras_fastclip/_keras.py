@@ -212,10 +212,11 @@ def make_state(model: keras.Model, x: Any, y: Any) -> None:
         model.optimizer.build(model.trainable_variables)
     compiled = model._compile_metrics
     if compiled is not None and not compiled.built:
+        options = {"training": False} if has_training_argument(model) else {}
         try:
-            y_pred = model.compute_output_spec(x, training=False)
-        except Exception:  # Then they are made while the step is traced.
-            return
+            y_pred = model.compute_output_spec(x, **options)
+        except (TypeError, ValueError, NotImplementedError):
+            return  # Then they are made while the step is traced.
         compiled.build(y, y_pred)
 
 

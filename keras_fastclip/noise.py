@@ -18,8 +18,8 @@ from keras_fastclip import _keras, keystream
 PHILOX = 1
 # Counters of one step: more weights than any model has.
 STREAMS_PER_STEP = 1 << 20
-# Sums of fewer values get their noise together, and nothing is compiled for
-# them.
+# Sums of fewer values get their noise together. For fewer in all, nothing is
+# compiled.
 SMALL = 1 << 16
 
 
@@ -74,7 +74,7 @@ class GaussianNoise:
         groups: dict[Any, list[int]] = {}
         for place, total in enumerate(sums):
             small = total.shape.num_elements() < SMALL
-            key = total.dtype if small else place
+            key = ("small", total.dtype) if small else ("large", place)
             groups.setdefault(key, []).append(place)
         noised = {}
         for places in groups.values():
@@ -141,12 +141,15 @@ class GaussianNoise:
 
 def _add_normal(flat, words, stddev, divisor):
     """(flat + noise) / divisor."""
-    values = tf.cast(keystream.normal(words), flat.dtype)[: flat.shape[0]]
+    values = keystream.normal(words, flat.dtype)[: flat.shape[0]]
     scale = tf.cast(stddev / divisor, flat.dtype)
     return flat * tf.cast(1 / divisor, flat.dtype) + scale * values
 
 
 @functools.cache
 def _compiled(size: int, dtype: tf.DType):
-    """One loop over the values, in place of some thirty passes over them."""
+    """One loop over the values, in place of some thirty passes over them.
+
+    One function for each size and type, held as long as the process lives.
+    """
     return tf.function(_add_normal, jit_compile=True)

@@ -493,10 +493,8 @@ class Convolution(Linear):
         return norms_in_turns(of_one, self.operands(g, rows))
 
     def _has_shifted_grams(self, rows):
-        # Those of a transposed convolution would be of its cotangent.
-        one_image = rows.per_example == 1 and type(self) is Convolution
-        known = self._inputs.shape[1:].is_fully_defined()
-        return one_image and known and _has_shifted_grams(self._geometry)
+        kernel = self.kernel(rows)
+        return kernel is not None and kernel.has_shifted_grams
 
     def _shifted_norm(self, image, other):
         """The ghost norm from a Gram matrix of pixels in place of patches.
@@ -527,11 +525,6 @@ class Convolution(Linear):
         norms, lengths = product_of_grams(gram_a, gram_g, d, p)
         positions = tf.shape(gram_a)[-1]
         return rounded_up(norms, tf.square(lengths), d + p, positions)
-
-
-def _has_shifted_grams(geometry):
-    """Whether the next patch of an image is shifted by one pixel."""
-    return geometry.groups == 1 and set(geometry.strides) == {1}
 
 
 def _offsets_together(form, geometry):
@@ -574,36 +567,53 @@ class ConvolutionKernel(Kernel):
     @property
     def timed_ghost(self):
         # Patches of all examples at once take too much.
-        return ("batched", "loop") if self._has_shifted_grams else ("loop",)
+        return ("batched", "loop") if self.has_shifted_grams else ("loop",)
 
     @property
     def ghost_width(self):
-        if not self._has_shifted_grams:
+        if not self.has_shifted_grams:
             return super().ghost_width
         offsets = math.prod(self.geometry.kernel_size)
         return self.inputs // offsets + offsets + self.outputs
 
     @property
-    def _has_shifted_grams(self):
-        one_image = self.rows == 1 and self.term is Convolution
-        return one_image and _has_shifted_grams(self.geometry)
+    def has_shifted_grams(self):
+        """Whether the Gram matrix of patches is taken from that of pixels.
 
-    def copied_for_ghost(self, form):
-        if form == "tiles" or not self._has_shifted_grams:
-            return self.copied("patches")
-        last = self.geometry.data_format == "channels_last"
-        padded = [
+        If the next patch is shifted by a pixel, and it takes less.
+        """
+        geometry = self.geometry
+        one_image = self.rows == 1 and geometry.groups == 1
+        # Those of a transposed convolution would be of its cotangent.
+        one_image &= self.term is Convolution
+        if not one_image or set(geometry.strides) != {1}:
+            return False
+        patches = self.positions**2 * math.prod(geometry.kernel_size)
+        return self._padded_pixels**2 < patches
+
+    @property
+    def _padded_pixels(self):
+        geometry = self.geometry
+        last = geometry.data_format == "channels_last"
+        sizes = self.image[:-1] if last else self.image[1:]
+        if geometry.padding == "valid":
+            return math.prod(sizes)
+        return math.prod(
             size + (extent - 1) * dilation
             for size, extent, dilation in zip(
-                self.image[:-1] if last else self.image[1:],
-                self.geometry.kernel_size,
-                self.geometry.dilation_rate,
+                sizes,
+                geometry.kernel_size,
+                geometry.dilation_rate,
                 strict=True,
             )
-        ]
-        # Two for the pixels and one for each slice along an axis.
+        )
+
+    def copied_for_ghost(self, form):
+        if form == "tiles" or not self.has_shifted_grams:
+            return self.copied("patches")
+        # The one of pixels, and a slice of it for each offset along an axis.
         slices = 2 + max(self.geometry.kernel_size)
-        return slices * math.prod(padded) ** 2
+        return slices * self._padded_pixels**2
 
     def copied(self, form):
         together = _offsets_together(form, self.geometry)

@@ -89,6 +89,8 @@ def _as_one_product(layer, inputs, labels):
         return None
     width = math.prod(layer.kernel.shape[: len(d)])
     matrix = tf.reshape(layer.kernel, [width, -1])
+    if matrix.dtype != inputs.dtype:
+        return None
     flat = tf.matmul(tf.reshape(inputs, [-1, width]), matrix)
     known = [*inputs.shape[: 1 + len(t)], *layer.kernel.shape[len(d) :]]
     sizes = tf.concat([tf.shape(inputs)[: 1 + len(t)], known[1 + len(t) :]], 0)

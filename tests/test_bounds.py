@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_fastclip
+from keras_fastclip.registry import linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:No rule is registered")
 
@@ -109,3 +110,18 @@ def test_ids_that_the_table_does_not_have(tied):
         assert update_norm(model, x[:1] * 0 + unknown, y[:1]) < 1 + 1e-6
         mixed = np.where(np.arange(4) < 2, x[:1], unknown)
         assert update_norm(model, mixed, y[:1]) < 1 + 1e-6
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("positions", [2, 16, 64, 150, 300, 700, 1500])
+@pytest.mark.parametrize("value", [0.1, 1 / 3])
+def test_ghost_norms_of_constant_inputs_are_not_too_small(
+    positions, value, jit
+):
+    """All terms are rounded the same way, and XLA adds them one by one."""
+    a = tf.fill([1, positions, 3], value)
+    g = tf.fill([1, positions, 5], value)
+    norm = tf.function(linear.ghost_norm, jit_compile=jit)
+    exact = 15 * (positions * np.float64(np.float32(value)) ** 2) ** 2
+    assert norm(a, g).numpy()[0] >= exact
+    assert norm(a, g).numpy()[0] <= exact * (1 + 1e-4)

@@ -90,6 +90,41 @@ def test_the_largest_value_is_that_of_64_bits():
     assert 9 < np.linalg.norm(second) < np.linalg.norm(values)
 
 
+def test_radii_near_zero_are_as_fine_as_others():
+    """A radius of zero would leave two weights without noise."""
+    top = (1 << 32) - 1
+    highs = np.arange(top - 1000, top + 1, dtype=np.uint32)
+    rest = np.zeros_like(highs)
+    for dtype in (tf.float32, tf.float64):
+        drawn = tf.constant(np.stack([highs, rest, rest]))
+        values = keystream.normal(drawn, dtype).numpy().reshape(2, -1)
+        found = np.linalg.norm(values, axis=0)
+        v = (top - highs.astype("float64") + 1) / 2**32
+        np.testing.assert_allclose(found, np.sqrt(-2 * np.log1p(-v)), 1e-6)
+
+
+def test_noise_of_float64_has_its_resolution():
+    """Else what is left of the noise tells the right sum from others."""
+    total = tf.constant(np.random.default_rng(0).normal(size=1000))
+    (noised,) = GaussianNoise().add([total], tf.constant(1.0), STEP)
+    noise = (noised - total).numpy()
+    assert np.mean(noise == noise.astype("float32")) < 0.1
+
+
+def test_large_and_small_sums_of_two_types():
+    """Places and types of sums are not taken for each other."""
+    sums = [
+        tf.zeros([3]),
+        tf.zeros([SMALL], "float64"),
+        tf.zeros([SMALL], "float32"),
+        tf.zeros([5], "float64"),
+    ]
+    noised = GaussianNoise().add(sums, tf.constant(1.0), STEP)
+    for total, new in zip(sums, noised, strict=True):
+        assert new.dtype == total.dtype and new.shape == total.shape
+        assert np.all(new != 0)
+
+
 @pytest.mark.parametrize("word", [0, 1, 2, 3, 1 << 31, (1 << 32) - 1])
 def test_values_are_finite_and_on_the_circle(word):
     top = (1 << 32) - 1

@@ -85,3 +85,19 @@ def test_callbacks_need_no_trace(traces):
     model.fit(*arrays(), batch_size=8, verbose=0, callbacks=callbacks)
     model.fit(*arrays(), batch_size=8, verbose=0, callbacks=callbacks)
     assert traces == [False]
+
+
+def test_subclassed_models_take_one_trace(traces):
+    class Own(keras_fastclip.DPModel):
+        def __init__(self):
+            super().__init__(l2_norm_clip=1.0, noise_multiplier=1.0)
+            self.dense = layers.Dense(3)
+
+        def call(self, x):
+            return self.dense(x)
+
+    model = Own()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+    model.fit(*arrays(), batch_size=8, verbose=0)
+    assert traces == [False]

@@ -4,10 +4,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from keras import layers
 
+from keras_fastclip.registry import default_registry
 from keras_fastclip.registry.terms import ONE_ROW, Rows
 from tests.registry.helpers import (
     assert_close,
@@ -320,3 +321,58 @@ def test_per_example_gradients_never_hold_all_patches():
     )
     patches = 2 * 8 * 8 * 9 * 2
     assert largest < patches
+
+
+# -- ghost norms from Gram matrices of pixels ---------------------------------
+
+
+@few_cases
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    kernel=st.integers(1, 4),
+    dilation=st.integers(1, 2),
+    padding=st.sampled_from(["same", "valid", "causal"]),
+    batch=st.integers(1, 3),
+)
+def test_norms_from_pixels_are_those_of_built_gradients(
+    sizes, kernel, dilation, padding, batch
+):
+    assume(padding != "causal" or len(sizes) == 1)
+    reach = (kernel - 1) * dilation + 1
+    assume(padding != "valid" or min(sizes) >= reach)
+    x = random(batch, *sizes, 2)
+    layer = built(
+        CLASSES[len(sizes)](
+            3, kernel, padding=padding, dilation_rate=dilation, use_bias=False
+        ),
+        x,
+    )
+    zeta, (term,) = default_registry().lookup(layer)(layer, x)[:2]
+    g = random(*zeta.shape, seed=1)
+    event(f"from pixels: {term._has_shifted_grams(ONE_ROW)}")
+    (gradients,) = term.per_example(g, ONE_ROW)
+    exact = np.sum(np.square(gradients), axis=(*range(1, len(sizes) + 3),))
+    assume(np.max(exact) > 0)  # Or all patches are padding.
+    for form in (None, "batched", "loop", "tiles"):
+        assert_close(term.omega(g, ONE_ROW, form), exact)
+
+
+@pytest.mark.parametrize(
+    "size, options, from_pixels",
+    [
+        (8, {"kernel_size": 3, "padding": "same"}, True),
+        (8, {"kernel_size": 3}, True),
+        (8, {"kernel_size": 3, "strides": 2}, False),
+        (8, {"kernel_size": 8}, False),  # One position: no product at all.
+        (8, {"kernel_size": 1}, False),
+    ],
+)
+def test_norms_come_from_pixels_where_that_takes_less(
+    size, options, from_pixels
+):
+    x = random(2, size, size, 2)
+    layer = built(layers.Conv2D(3, use_bias=False, **options), x)
+    term = captured(layer, x)[0].terms[0]
+    assert term._has_shifted_grams(ONE_ROW) == from_pixels
+    copied = term.kernel(ONE_ROW).copied_for_ghost("batched")
+    assert copied <= 5 * (size + 2) ** 4

@@ -1,6 +1,8 @@
 """Dense and EinsumDense: rules against automatic differentiation."""
 
+import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from keras import layers
@@ -8,6 +10,7 @@ from keras import layers
 from keras_fastclip.registry.terms import Rows
 from tests.registry.helpers import (
     built,
+    captured,
     check_rule,
     check_rule_in_graph,
     few_cases,
@@ -222,3 +225,11 @@ def test_bias_that_keras_adds_to_another_axis_is_left_to_the_fallback(
     x = random(3, *shape)
     layer = built(einsum_dense(equation, output_shape, bias_axes), x)
     assert not takes(layer, x)
+
+
+def test_einsum_dense_takes_inputs_of_another_type():
+    x = tf.cast(random(2, 3, 4), "float32")
+    layer = layers.EinsumDense("abc,cd->abd", (3, 2), autocast=False)
+    layer.build(x.shape)
+    call, _ = captured(layer, x)
+    np.testing.assert_allclose(call.zetas[0], layer(x))
