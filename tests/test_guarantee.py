@@ -278,24 +278,6 @@ def test_a_function_that_loads_too_few_examples_is_refused():
         short.some()
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_one_trace_serves_all_batches(jit_compile, monkeypatch):
-    x, y = data(200)
-    traces, original = [], keras_fastclip.model.clip
-
-    def clip(*args):
-        traces.append(args)
-        return original(*args)
-
-    monkeypatch.setattr(keras_fastclip.model, "clip", clip)
-    for sampling in ("poisson", "shuffle"):
-        private = model(jit_compile=jit_compile, sampling=sampling)
-        private.fit(x, y, batch_size=16, epochs=2, verbose=0)
-        # TensorFlow traces a function twice that is first called in another.
-        assert len(traces) == 2
-        traces.clear()
-
-
 # -- how often an example is used --------------------------------------------
 
 

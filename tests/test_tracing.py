@@ -58,8 +58,9 @@ def test_poisson_batches_of_all_sizes_take_one_trace(
     assert traces == [False]
 
 
-def test_passes_with_a_shorter_last_batch_take_one_trace(traces):
-    model = compiled(sampling="shuffle")
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_passes_with_a_shorter_last_batch_take_one_trace(traces, jit_compile):
+    model = compiled(sampling="shuffle", jit_compile=jit_compile)
     model.fit(*arrays(), batch_size=16, epochs=2, verbose=0)
     assert traces == [False]
 
