@@ -401,9 +401,10 @@ def on_cpu() -> bool:
     """
     if tf.config.list_logical_devices("GPU"):
         return False
+    if tf.executing_eagerly():
+        return True
     graph = tf.compat.v1.get_default_graph()
-    compiled = control_flow_util.GraphOrParentsInXlaContext(graph)
-    return tf.executing_eagerly() or not compiled
+    return not control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
 @contextlib.contextmanager

@@ -3,20 +3,19 @@
 The cipher runs in counter mode, for each tensor with a key of its own from the
 operating system that is forgotten at once. So there is no state to save, to
 share between processes or to use twice, and whoever can tell the values from
-truly random ones breaks AES. Processors have instructions for it: 6 bytes a
-value take under a nanosecond, and the values made of them a third of the time
-of TensorFlow's own.
+truly random ones breaks AES. Processors have instructions for it, and values
+made so take half the time of TensorFlow's own or less
+(`python -m benchmarks.noise`).
 
 The transform is Box and Muller's, r cos t and r sin t with r² = -2 ln u. The
 angle t is one of 2³² around the circle; u = (k + ½)/2⁶⁴ for a random k below
 2⁶⁴, taken as 1 - v near 1, so that ln u has the precision of its type
-everywhere. The values therefore end at r = 9.5, where a normal
-pair goes on with probability 2⁻⁶⁴: over 10¹² values, such as 10,000 steps of
-100 million weights, they differ from unbounded ones with probability below
-3·10⁻⁸, which adds as much to delta. (32 bits in place of 64, the usual choice,
-end at 6.7, which shows within a few hundred steps of a large model.) What the
-rounding of values to their type reveals is another matter, as with every such
-generator.
+everywhere. The values therefore end at r = 9.5, where a normal pair goes on
+with probability 2⁻⁶⁴: over 10¹² values, such as 10,000 steps of 100 million
+weights, they differ from unbounded ones with probability below 3·10⁻⁸, which
+adds as much to delta. (32 bits in place of 64, the usual choice, end at 6.7,
+which shows within a few hundred steps of a large model.) What the rounding of
+values to their type reveals is another matter, as with every such generator.
 """
 
 import hashlib
@@ -55,8 +54,9 @@ def random_words(pairs: int, name: Hashable = None) -> np.ndarray:
         pairs: of normal values to be made from them.
         name: None for secret ones, or what repeatable ones are made from.
     """
-    key = os.urandom(16)
-    if name is not None:
+    if name is None:
+        key = os.urandom(16)
+    else:
         key = hashlib.sha256(repr(name).encode()).digest()[:16]
     size = 4 * WORDS * pairs
     # The cipher asks for room for one more of its own blocks.

@@ -79,22 +79,23 @@ class GaussianNoise:
         noised = {}
         for places in groups.values():
             group = [sums[place] for place in places]
-            name = (self._seed, numbers[places[0]])
-            means = self._add_from_keystream(group, stddev, step, divisor, name)
+            number = numbers[places[0]]
+            means = self._add_from_keystream(
+                group, stddev, step, divisor, number
+            )
             noised.update(zip(places, means, strict=True))
         return [noised[place] for place in range(len(sums))]
 
-    def _add_from_keystream(self, sums, stddev, step, divisor, name):
+    def _add_from_keystream(self, sums, stddev, step, divisor, number):
         """By AES, drawn at once for all these sums."""
         flat = [tf.reshape(total, [-1]) for total in sums]
         sizes = [total.shape.num_elements() for total in sums]
         flat = flat[0] if len(sums) == 1 else tf.concat(flat, 0)
-        pairs = (sum(sizes) + 1) // 2
-        secret = self._seed is None
+        pairs, seed = (sum(sizes) + 1) // 2, self._seed
 
         def draw(step):
-            drawn = None if secret else (*name, int(step))
-            return keystream.random_words(pairs, drawn)
+            name = None if seed is None else (seed, number, int(step))
+            return keystream.random_words(pairs, name)
 
         with tf.control_dependencies([flat]):
             words = tf.numpy_function(draw, [step], tf.uint32)

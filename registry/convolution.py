@@ -502,9 +502,10 @@ class Convolution(Linear):
         The product of two patches is the sum over the offsets o within the
         kernel of products of two pixels: (aaᵀ)ₛₜ = Σₒ (xxᵀ)ₛ₊ₒ,ₜ₊ₒ. With the
         pixels of the padded image in one row, an offset is a number, and the
-        sum one of shifted slices of xxᵀ, axis by axis of the kernel. That
-        takes a ninth of the operations with a kernel of 3 x 3. Where a row of
-        pixels ends, there are patches that are none; their g is zero.
+        sum one of shifted slices of xxᵀ, axis by axis of the kernel. But for
+        the padding, xxᵀ takes a ninth of the operations of aaᵀ with a kernel
+        of 3 x 3. Where a row of pixels ends, there are patches that are none;
+        their g is zero.
         """
         geometry = self._geometry
         image, other = at_least_float32(image), at_least_float32(other)
@@ -593,20 +594,10 @@ class ConvolutionKernel(Kernel):
 
     @property
     def _padded_pixels(self):
-        geometry = self.geometry
-        last = geometry.data_format == "channels_last"
+        """How many there are, if the next patch is shifted by one."""
+        last = self.geometry.data_format == "channels_last"
         sizes = self.image[:-1] if last else self.image[1:]
-        if geometry.padding == "valid":
-            return math.prod(sizes)
-        return math.prod(
-            size + (extent - 1) * dilation
-            for size, extent, dilation in zip(
-                sizes,
-                geometry.kernel_size,
-                geometry.dilation_rate,
-                strict=True,
-            )
-        )
+        return math.prod(_reach(self.geometry, sizes))
 
     def copied_for_ghost(self, form):
         if form == "tiles" or not self.has_shifted_grams:
@@ -706,14 +697,19 @@ def _spatial_sizes(geometry, inputs):
 def _padded(geometry, inputs):
     """The input with the zeros that patches at its border hold."""
     sizes = _spatial_sizes(geometry, inputs)
-    reach = [
+    padding = _padding(geometry, sizes, _reach(geometry, sizes))
+    widths = map(list, zip(*padding, strict=True))
+    return tf.pad(inputs, [[0, 0], *widths, [0, 0]])
+
+
+def _reach(geometry, sizes):
+    """From the first pixel of the first patch to the last of the last."""
+    return [
         (_output_size(geometry, i, size) - 1) * geometry.strides[i]
         + (geometry.kernel_size[i] - 1) * geometry.dilation_rate[i]
         + 1
         for i, size in enumerate(sizes)
     ]
-    widths = map(list, zip(*_padding(geometry, sizes, reach), strict=True))
-    return tf.pad(inputs, [[0, 0], *widths, [0, 0]])
 
 
 def _padding(geometry, sizes, reach):

@@ -76,8 +76,8 @@ def einsum_dense(layer, inputs, training=None):
 def _as_one_product(layer, inputs, labels):
     """The pre-activation by one product of two matrices, if it is one.
 
-    Keras leaves such equations to a product for each example, which takes
-    twice the time, here and again in the backward pass. None if it must.
+    Keras leaves such equations to a product for each example, which is
+    slower, here and again in the backward pass. None if it must.
     """
     source, kernel, target = labels
     d = "".join(label for label in kernel if label in source)
