@@ -28,6 +28,7 @@ from keras.src.utils.python_utils import pythonify_logs
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops.parallel_for import pfor
 
 __all__ = [
     "Functional",
@@ -405,6 +406,38 @@ def on_cpu() -> bool:
         return True
     graph = tf.compat.v1.get_default_graph()
     return not control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
+def vectorized_map(function, examples):
+    """`tf.vectorized_map` without a product that destroys memory.
+
+    TensorFlow 2.21 with oneDNN writes out of bounds where (n, 1, m, k) is
+    multiplied by one matrix for all: what becomes of x·W for a batch of one
+    example. Taken as one large product it is right, and faster.
+    """
+    name = "BatchMatMulV2"
+    usual = pfor._pfor_converter_registry[name]
+
+    def convert(pfor_input, *rest):
+        x, matrix = pfor_input.input(0), pfor_input.input(1)
+        batch_axes = matrix.t.shape[:-2]
+        adjoint = pfor_input.get_attr("adj_x")
+        if matrix.is_stacked or batch_axes.num_elements() != 1 or adjoint:
+            return usual(pfor_input, *rest)
+        shape = tf.shape(x.t)
+        product = tf.matmul(
+            tf.reshape(x.t, [-1, shape[-1]]),
+            tf.reshape(matrix.t, tf.shape(matrix.t)[-2:]),
+            adjoint_b=pfor_input.get_attr("adj_y"),
+        )
+        shape = tf.concat([shape[:-1], tf.shape(product)[-1:]], 0)
+        return pfor.wrap(tf.reshape(product, shape), True)
+
+    pfor._pfor_converter_registry[name] = convert
+    try:
+        return tf.vectorized_map(function, examples)
+    finally:
+        pfor._pfor_converter_registry[name] = usual
 
 
 @contextlib.contextmanager

@@ -145,12 +145,14 @@ class PrivateTraining:
             lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf),
             (x, y, sample_weight),
         )
-        clipped = clip(self, batch)
+        rows = tf.shape(losses.first_tensor(batch[0]))[0]
+        batch, real = sampling.never_empty(batch)
+        clipped = clip(self, batch, real)
         sums = [
             clipped.sums.get(id(v), tf.zeros(v.shape, v.dtype))
             for v in self.trainable_variables
         ]
-        return sums, tf.reduce_sum(clipped.squared_norms, 0)
+        return sums, tf.reduce_sum(clipped.squared_norms, 0)[:rows]
 
     @functools.wraps(keras.Model.fit)
     def fit(

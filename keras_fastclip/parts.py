@@ -13,13 +13,14 @@ from keras_fastclip.registry import shared
 from keras_fastclip.registry.embedding import Lookup
 from keras_fastclip.registry.terms import (
     at_least_float32,
+    itself,
     select_rows,
     squared_norm,
 )
 from keras_fastclip.registry.turns import (
     KeptInTurns,
-    norm_of_one,
     norms_in_turns,
+    norms_of,
 )
 
 # Units of roundoff by which two sums of the same products may differ; as for
@@ -121,15 +122,17 @@ class Part:
             if self.way.ghost:
                 return self._ghost_norms()
             if self.way.form == "loop" and not self.way.keep:
-                return norms_in_turns(self._norm_of_one, self._operands())
+                return norms_in_turns(
+                    self._norms_of_some, self._operands(), self._together
+                )
             built = self._build()
             if self.way.keep or self.traits.item is None:
                 self._built = built
                 return built.squared_norms
             return self._rounded_up(built.squared_norms, self._operands())
 
-    def _norm_of_one(self, *operands):
-        return self._rounded_up(norm_of_one(self._of_one(*operands)), operands)
+    def _norms_of_some(self, *operands):
+        return self._rounded_up(norms_of(self._of_some(*operands)), operands)
 
     def _rounded_up(self, squared_norms, operands):
         """Norms of gradients that will not be those in the sum.
@@ -152,7 +155,16 @@ class Part:
         """The gradients of all examples."""
         shapes = [variable.shape for variable in self.variables]
         if self.way.form == "loop":
-            return KeptInTurns(self._of_one, self._operands(), shapes)
+            return KeptInTurns(
+                self._of_some, self._operands(), shapes, self._together
+            )
+        if len(self.uses) == 1:
+            (use,) = self.uses
+            pieces = use.term.pieces(use.g, use.rows, self.way.form)
+            return _Built(
+                [at_least_float32(piece) for piece in pieces],
+                lambda sums: self._added([use.term.assembled(sums)], []),
+            )
         found = [
             use.term.per_example(use.g, use.rows, self.way.form)
             for use in self.uses
@@ -163,11 +175,16 @@ class Part:
         found = [use.term.operands(use.g, use.rows) for use in self.uses]
         return [tensor for operands in found for tensor in operands]
 
-    def _of_one(self, *operands):
-        """The gradients of one example, (1, ...), from all uses."""
+    @property
+    def _together(self):
+        """How many examples a loop takes at a time."""
+        return min(use.term.together for use in self.uses)
+
+    def _of_some(self, *operands):
+        """The gradients of so many examples, from all uses."""
         pairs = zip(self.uses, self._by_use(operands), strict=True)
-        found = [use.term.of_one(*own) for use, own in pairs]
-        return self._added(found, [-1])
+        found = [use.term.of_some(*own) for use, own in pairs]
+        return self._added(found, [self._together])
 
     def _by_use(self, operands):
         each = len(operands) // len(self.uses)
@@ -207,21 +224,28 @@ class Part:
 
 
 class _Built:
-    """The gradients of all examples, (B, *shape) for each weight."""
+    """The gradients of all examples, in arrays (B, ...).
 
-    def __init__(self, gradients):
-        self._gradients = gradients
+    Args:
+        gradients: the arrays.
+        assembled: maps sums of them to those of the weights.
+    """
+
+    def __init__(self, gradients, assembled=itself):
+        self._gradients, self._assembled = gradients, assembled
         norms = [squared_norm(gradient) for gradient in gradients]
         self.squared_norms = tf.add_n(widest(norms))
 
     def weighted_sum(self, factors):
         keep = factors != 0
-        return [
-            tf.tensordot(
-                tf.cast(factors, gradient.dtype), select_rows(keep, gradient), 1
-            )
-            for gradient in self._gradients
-        ]
+        # Usually all are kept, which spares a copy.
+        kept = tf.cond(
+            tf.reduce_all(keep),
+            lambda: self._gradients,
+            lambda: [select_rows(keep, each) for each in self._gradients],
+        )
+        sums = [tf.tensordot(tf.cast(factors, g.dtype), g, 1) for g in kept]
+        return self._assembled(sums)
 
 
 def _scaled(g, factors):

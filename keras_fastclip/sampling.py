@@ -61,7 +61,35 @@ def unpack(data: Any) -> Unpacked:
     real, poisson = None, isinstance(data, PoissonBatch)
     if isinstance(data, (PoissonBatch, PassBatch)):
         data, real = data
-    return Unpacked(keras.utils.unpack_x_y_sample_weight(data), real, poisson)
+    batch = keras.utils.unpack_x_y_sample_weight(data)
+    if real is None:
+        batch, real = never_empty(batch)
+    return Unpacked(batch, real, poisson)
+
+
+def never_empty(batch: Any) -> tuple[Any, tf.Tensor | None]:
+    """Puts a row of zeros into a batch of none, and tells which are real.
+
+    TensorFlow's convolutions by oneDNN take no empty batch: the cotangents of
+    their inputs come out in another shape.
+    """
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    if leaves[0].shape[0] or not all(map(_can_be_padded, leaves)):
+        return batch, None
+    count = tf.shape(leaves[0])[0]
+    added = tf.maximum(1 - count, 0)
+
+    def pad(leaf):
+        if leaf is None:
+            return None
+        behind = [[0, added]] + [[0, 0]] * (leaf.shape.rank - 1)
+        return tf.pad(leaf, behind)
+
+    return keras.tree.map_structure(pad, batch), tf.range(count + added) < count
+
+
+def _can_be_padded(leaf):
+    return isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string
 
 
 def num_examples_of(structure: Any) -> int:

@@ -302,6 +302,8 @@ class Convolution(Linear):
     """
 
     is_matrix = False
+    # TensorFlow's own convolutions, of one example each, are the fastest.
+    together = 1
 
     @property
     def _blocks(self):
@@ -428,22 +430,24 @@ class Convolution(Linear):
         some = tf.shape(inputs)[0] > 0
         return tf.where(some, gradient, tf.zeros_like(gradient))
 
-    def per_example(self, g, rows, form=None):
+    def pieces(self, g, rows, form=None):
         image, other = self._operands(g)
         other = self._block_form(other, rows)
         together = _offsets_together(form, self._geometry)
-        products = [
+        return tuple(
             tf.matmul(patch, other, transpose_a=True)
             for patch in self._patches(image, rows, together)
-        ]
-        return (self._to_kernel(tf.concat(products, -2)),)
+        )
+
+    def assembled(self, pieces):
+        return super().assembled([tf.concat(pieces, -2)])
 
     def operands(self, g, rows):
         inputs = at_least_float32(self._inputs)
         g = tf.cast(self._cotangent(g), inputs.dtype)
         return [rows.fold(inputs), rows.fold(g)]
 
-    def of_one(self, inputs, g):
+    def of_some(self, inputs, g):
         return (self._derivative(inputs[0], g[0])[None],)
 
     def _on(self, inputs):
@@ -483,14 +487,14 @@ class Convolution(Linear):
             return super().omega(g, rows)
 
         # Patches take more than the image, so they are cut in the loop.
-        def of_one(inputs, g):
+        def norm_of_one(inputs, g):
             one = self._on(inputs[0])
             if shifted and form == "loop":
                 return one._shifted_norm(*one._operands(g[0]))
             norm = ghost_norm_by_tiles if form == "tiles" else ghost_norm
             return norm(*one.pair(g[0], Rows(rows.per_example)))
 
-        return norms_in_turns(of_one, self.operands(g, rows))
+        return norms_in_turns(norm_of_one, self.operands(g, rows))
 
     def _has_shifted_grams(self, rows):
         kernel = self.kernel(rows)

@@ -95,7 +95,7 @@ class LayerLocal(Term):
     def forward(self) -> Any:
         """What the function returns, computed example by example."""
         values = self._values()
-        outputs = tf.vectorized_map(
+        outputs = _keras.vectorized_map(
             lambda one: self._call(*one, values), self._examples()
         )
         leaves = [
@@ -126,7 +126,7 @@ class LayerLocal(Term):
             )
             return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
-        gradients = tf.vectorized_map(
+        gradients = _keras.vectorized_map(
             one_example, (*self._examples(), cotangents)
         )
         return tuple(at_least_float32(gradient) for gradient in gradients)

@@ -33,7 +33,7 @@ from keras_fastclip.registry.terms import (
     itself,
     select_rows,
 )
-from keras_fastclip.registry.turns import norms_in_turns
+from keras_fastclip.registry.turns import TOGETHER, fast, norms_in_turns
 
 # Rows of a Gram matrix in a tile.
 TILE = 512
@@ -107,6 +107,12 @@ class Kernel:
         return Linear(kernel, a, itself, itself if blocks else None), g
 
 
+@fast
+def _products(a, g):
+    """aᵀg of each example."""
+    return tf.matmul(a, g, transpose_a=True)
+
+
 class Linear(Term):
     """A kernel applied to the input `a` of a call.
 
@@ -119,6 +125,7 @@ class Linear(Term):
     """
 
     has_omega = True
+    together = TOGETHER
     _width = None
 
     def __init__(
@@ -156,23 +163,28 @@ class Linear(Term):
         a = select_rows(keep, at_least_float32(self._a))
         g = self._canonical(at_least_float32(g))
         if a.shape.rank == 4:
-            return self._weights(tf.einsum("btsd,btsp->sdp", a, g))
+            return self.assembled([tf.einsum("btsd,btsp->sdp", a, g)])
         # One 2-D product is faster than what autodiff makes of a 3-D one.
         a = tf.reshape(a, [-1, a.shape[-1]])
         g = tf.reshape(g, [-1, g.shape[-1]])
-        return self._weights(tf.matmul(a, g, transpose_a=True))
-
-    def _weights(self, matrices):
-        return (self._to_kernel(matrices),)
+        return self.assembled([tf.matmul(a, g, transpose_a=True)])
 
     def per_example(self, g, rows, form=None):
-        return self.of_one(*self.pair(g, rows))
+        return self.assembled(self.pieces(g, rows, form))
+
+    def pieces(self, g, rows, form=None):
+        a, g = self.pair(g, rows)
+        return (tf.matmul(a, g, transpose_a=True),)
+
+    def assembled(self, pieces):
+        (matrices,) = pieces
+        return (self._to_kernel(matrices),)
 
     def operands(self, g, rows):
         return list(self.pair(g, rows))
 
-    def of_one(self, a, g):
-        return self._weights(tf.matmul(a, g, transpose_a=True))
+    def of_some(self, a, g):
+        return self.assembled([_products(a, g)])
 
     def reach(self, a, g):
         lengths = tf.norm(a, axis=-1) * tf.norm(g, axis=-1)
@@ -268,7 +280,8 @@ class Stacked(Later):
         super().__init__(kernels[0], a, canonical, positions=positions)
         self.variables = tuple(kernels)
 
-    def _weights(self, matrices):
+    def assembled(self, pieces):
+        (matrices,) = pieces
         rows = [kernel.shape[0] for kernel in self.variables]
         return tuple(tf.split(matrices, rows, -2))
 
@@ -297,7 +310,7 @@ def ghost_norm(
         squares *= _with_lost(tf.reduce_sum(g * g, -1), g.shape[-1])
         return _sum_but_first(squares)
     if form == "loop":
-        return norms_in_turns(ghost_norm, [a, g])
+        return norms_in_turns(fast(ghost_norm), [a, g], TOGETHER)
     if form == "tiles":
         return norms_in_turns(ghost_norm_by_tiles, [a, g])
     return _without_blocks(a, g, *gram_product(a, g))
@@ -336,7 +349,7 @@ def product_of_grams(
     gram_a: tf.Tensor, gram_g: tf.Tensor, d: int, p: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """`gram_product` of Gram matrices that are there already."""
-    product = tf.reduce_sum(tf.reduce_sum(gram_a * gram_g, -1), -1)
+    product = _sum_of_products(gram_a, gram_g)
     squares = tf.linalg.diag_part(gram_a), tf.linalg.diag_part(gram_g)
     return _with_sizes(product, *squares, d, p)
 
@@ -358,12 +371,22 @@ def _with_sizes(product, squares_a, squares_g, d, p):
     return product + count * (lost_a + lost_g), sizes
 
 
+def _sum_of_products(a, g):
+    """Over the last two axes."""
+    products = a * g
+    if _keras.on_cpu():
+        return tf.reduce_sum(tf.reduce_sum(products, -1), -1)
+    # XLA adds from one end to the other, which would lose too much.
+    total = tf.reduce_sum(tf.cast(products, tf.float64), [-2, -1])
+    return tf.cast(total, products.dtype)
+
+
 def _product_by_tiles(a, g):
     def tile(start):
         rows = slice(start, start + TILE)
         gram_a = tf.matmul(a[..., rows, :], a, transpose_b=True)
         gram_g = tf.matmul(g[..., rows, :], g, transpose_b=True)
-        return tf.reduce_sum(tf.reduce_sum(gram_a * gram_g, -1), -1)
+        return _sum_of_products(gram_a, gram_g)
 
     sums = tf.map_fn(
         tile,
@@ -399,9 +422,7 @@ def rounded_up(
     rounded the same way, and stops growing where matrix products are blocked.
     Measured over constant and alternating inputs it is below 14 at
     d = p = 64, 55 at 256 and 73 at 1024; the margin is 21, 78 and 100. The
-    sums over T positions and T again add to it. Compiled by XLA they run from
-    one end to the other: on constant inputs they lose 11 units at T = 64, 95
-    at 300 and 202 at 6000; the margin is 28, 132 and 360 beside the first.
+    sums over T positions and T again add a little to it.
 
     Args:
         norms: the sums.
@@ -410,10 +431,7 @@ def rounded_up(
         positions: T.
     """
     unit = np.finfo(norms.dtype.as_numpy_dtype).eps
-    count = tf.cast(positions, norms.dtype)
-    long = 0.04 * count
-    if not _keras.on_cpu():
-        long += tf.minimum(0.4 * count, 120)
+    long = 0.04 * tf.cast(positions, norms.dtype)
     margin = (min(2 + 0.15 * width, 100) + long) * unit
     return tf.maximum(norms, 0) + margin * largest
 

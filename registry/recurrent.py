@@ -83,6 +83,7 @@ class _Cell:
     """
 
     gates = 1
+    shown = 0  # How many of what `step` saves the terms ask for.
 
     def __init__(self, cell, first, state, training):
         self.cell = cell
@@ -107,15 +108,16 @@ class _Cell:
 
     def project(self, sequences):
         """ζ of all steps."""
-        a = _dropped(sequences, self.masks)
-        if isinstance(self.masks, list):
+        # Swapped before the product, where there are fewer numbers to move.
+        # The loop swaps ζ back, so that TensorFlow moves none.
+        x, masks = _swapped(sequences), self.masks
+        if isinstance(masks, list):
             kernels = tf.split(self.kernel, self.gates, -1)
-            inputs = tf.unstack(a, axis=2)
-            pairs = zip(inputs, kernels, strict=True)
-            zeta = tf.concat([_times(x, k) for x, k in pairs], -1)
+            parts = zip(masks, kernels, strict=True)
+            zeta = tf.concat([_times(x * m, k) for m, k in parts], -1)
         else:
-            zeta = _times(a, self.kernel)
-        return zeta if self.offset is None else zeta + self.offset
+            zeta = _times(x if masks is None else x * masks, self.kernel)
+        return _swapped(zeta if self.offset is None else zeta + self.offset)
 
     def terms(self, sequences, loop):
         """How all weights act on ζ and on what follows it."""
@@ -264,6 +266,7 @@ class _GRU(_Cell):
     """z and r are the update and the reset gate."""
 
     gates = 3
+    shown = 1  # r
 
     @property
     def _after(self):
@@ -296,26 +299,15 @@ class _GRU(_Cell):
         if self._after:
             return h
         inputs = [h] * 3 if h.shape.rank == 3 else tf.unstack(h, axis=2)
-        return tf.stack([*inputs[:2], inputs[2] * self._reset(loop)], 2)
+        return tf.stack([*inputs[:2], inputs[2] * loop.shown(0)], 2)
 
     def cotangent_of_inner(self, g, loop):
         if not self._after:
             return g
         # g is zero in rows that are left out, where r may be anything.
-        r = tf.cast(self._reset(loop), g.dtype)
+        r = tf.cast(loop.shown(0), g.dtype)
         g_z, g_r, g_new = tf.split(g, 3, -1)
         return tf.concat([g_z, g_r, tf.math.multiply_no_nan(r, g_new)], -1)
-
-    def _reset(self, loop):
-        """r of all steps, (B, T, u)."""
-        units, masks = self.cell.units, self.recurrent_masks
-        kernel, *offset = self.weights
-        h = _dropped(loop.previous(), None if masks is None else masks[1])
-        gate = slice(units, 2 * units)
-        x_r = loop.zeta[..., gate] + tf.matmul(h, kernel[:, gate])
-        return self.cell.recurrent_activation(
-            x_r + offset[0][gate] if offset else x_r
-        )
 
     def inner(self, h, weights):
         if self._after:
@@ -341,14 +333,14 @@ class _GRU(_Cell):
             kernel = tf.split(weights[0], 3, -1)[2]
             candidate = x_new + tf.matmul(kept, kernel)
         new = self.cell.activation(candidate)
-        return [z * h + (1 - z) * new], [z, r, new, product, h]
+        return [z * h + (1 - z) * new], [r, z, new, product, h]
 
     def slopes(self):
         return super().slopes() if self._after else None
 
     def pull(self, saved, cotangents):
         slope, gate_slope = self.slopes()
-        (z, r, new, product, h), (d_h,) = saved, cotangents
+        (r, z, new, product, h), (d_h,) = saved, cotangents
         d_z = gate_slope(z, d_h * (h - new))
         d_new = slope(new, d_h * (1 - z))
         d_r = gate_slope(r, d_new * product)
@@ -387,7 +379,7 @@ class _Loop:
     def __init__(self, cell, layer, mask):
         self._cell, self._layer = cell, layer
         self._mask = None if mask is None else self._in_order(_column(mask))
-        self.zeta = self._hidden = None
+        self._hidden = self._shown = None
 
     def _in_order(self, tensor):
         """(B, T, ·) in the order of the layer's steps, and back."""
@@ -397,6 +389,10 @@ class _Loop:
         """hₜ₋₁ for each position of the sequence, (B, T, u)."""
         return self._in_order(_swapped(self._hidden[:-1]))
 
+    def shown(self, index):
+        """What the cell saved at each position of the sequence, (B, T, u)."""
+        return self._in_order(_swapped(self._shown[index]))
+
     def run(self, zeta, states):
         layer, mask = self._layer, self._mask
         loop = _while
@@ -404,8 +400,10 @@ class _Loop:
             loop = _unrolled
         elif self._cell.slopes():
             loop = _while_with_gradient
-        hidden, last = loop(self._cell, self._in_order(zeta), states, mask)
-        self.zeta, self._hidden = zeta, hidden
+        hidden, last, shown = loop(
+            self._cell, self._in_order(zeta), states, mask
+        )
+        self._hidden, self._shown = hidden, shown
         outputs = hidden[1:] if layer.return_sequences else hidden
         if mask is not None:
             outputs = _masked(hidden[1:], mask, layer.zero_output_for_mask)
@@ -417,23 +415,33 @@ class _Loop:
 
 
 def _unrolled(cell, zeta, states, mask):
-    """h at first and after each step, (T + 1, B, u), and the last states."""
-    hidden = [states[0]]
+    """h at first and after each step, (T + 1, B, u), and the last states.
+
+    And of all steps what the cell shows of them.
+    """
+    hidden, shown = [states[0]], []
     masks = [None] * zeta.shape[1]
     if mask is not None:
         masks = tf.unstack(mask, axis=1)
     for zeta_t, mask_t in zip(tf.unstack(zeta, axis=1), masks, strict=True):
         inner = cell.inner(states[0], cell.weights)
-        new, _ = cell.step(zeta_t, inner, states, cell.weights)
+        new, saved = cell.step(zeta_t, inner, states, cell.weights)
         states = _where(mask_t, new, states)
         hidden.append(states[0])
-    return tf.stack(hidden), states
+        shown.append(saved[: cell.shown])
+    return (
+        tf.stack(hidden),
+        states,
+        [tf.stack(s) for s in zip(*shown, strict=True)],
+    )
 
 
 def _while(cell, zeta, states, mask):
     """As above, in a loop that TensorFlow differentiates."""
-    hidden, last, _ = _forward(cell, zeta, states, cell.weights, mask)
-    return hidden, last
+    hidden, last, saved = _forward(
+        cell, zeta, states, cell.weights, mask, cell.shown
+    )
+    return hidden, last, [array.stack() for array in saved]
 
 
 def _while_with_gradient(cell, zeta, states, mask):
@@ -446,11 +454,11 @@ def _while_with_gradient(cell, zeta, states, mask):
     @tf.custom_gradient
     def run(zeta, *arguments):
         initial, weights = arguments[: len(states)], arguments[len(states) :]
-        hidden, last, saved = _forward(
-            cell, zeta, initial, weights, mask, save=True
-        )
+        hidden, last, saved = _forward(cell, zeta, initial, weights, mask)
+        shown = [array.stack() for array in saved[: cell.shown]]
 
-        def backward(d_hidden, *d_last):
+        def backward(d_hidden, *d_rest):
+            d_last = d_rest[: len(last)]  # No loss depends on what is shown.
             d_zeta, d_inner, d_initial = _backward(
                 cell, zeta, weights, mask, saved, d_hidden, d_last
             )
@@ -462,14 +470,16 @@ def _while_with_gradient(cell, zeta, states, mask):
             d_weights = tape.gradient(inner, weights, d_inner)
             return _swapped(d_zeta), *d_initial, *d_weights
 
-        return (hidden, *last), backward
+        return (hidden, *last, *shown), backward
 
-    hidden, *last = run(zeta, *states, *cell.weights)
-    return hidden, last
+    hidden, *rest = run(zeta, *states, *cell.weights)
+    return hidden, rest[: len(states)], rest[len(states) :]
 
 
-def _forward(cell, zeta, states, weights, mask, save=False):
-    """h at first and after each step, the last states, and what `pull` needs.
+def _forward(cell, zeta, states, weights, mask, save=None):
+    """h at first and after each step, the last states, and what steps saved.
+
+    All that they save is needed for `pull`, and else the first `save` of it.
 
     One array for all h: those before each step and those after it are slices
     of it, without a copy.
@@ -479,7 +489,7 @@ def _forward(cell, zeta, states, weights, mask, save=False):
     _, first = cell.step(
         zeta[:, 0], cell.inner(states[0], weights), states, weights
     )
-    saved = [_array(length, tensor) for tensor in first] if save else []
+    saved = [_array(length, tensor) for tensor in first[:save]]
     hidden = _array(length + 1, states[0]).write(0, states[0])
 
     zeta = _swapped(zeta)

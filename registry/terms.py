@@ -5,10 +5,11 @@ the linear map 𝒜 = DZ(w) of some of the call's weights and offers
 
 - `adjoint(g, keep)`: 𝒜*g, the gradient summed over the rows to keep;
 - `per_example(g, rows)`: the gradient of every example, built in memory;
+- `pieces(g, rows)`: the same before it is put together;
 - `omega(g, rows)`: Ω, the squared norm of every example's gradient, without
   building it, where there is such a form;
-- `operands(g, rows)` and `of_one(...)`: what is needed to build the gradient
-  of one example after the other.
+- `operands(g, rows)` and `of_some(...)`: what is needed to build the gradients
+  of a few examples after the other.
 
 The last three may offer several forms that differ in time and memory, by name.
 
@@ -86,10 +87,12 @@ class Term:
         variables: the weights, in the order of the tuples that `adjoint` and
             `per_example` return.
         has_omega: whether there is a form of Ω that builds no gradients.
+        together: how many examples `of_some` takes at a time.
     """
 
     variables: tuple[Any, ...]
     has_omega = False
+    together = 1
 
     def adjoint(self, g: Any, keep: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """𝒜*g over the rows where `keep`, (rows,), is true.
@@ -103,6 +106,20 @@ class Term:
         self, g: Any, rows: Rows, form: str | None = None
     ) -> tuple[tf.Tensor, ...]:
         raise NotImplementedError
+
+    def pieces(
+        self, g: Any, rows: Rows, form: str | None = None
+    ) -> tuple[tf.Tensor, ...]:
+        """The numbers of `per_example` in another order, (B, ...) each.
+
+        For norms and sums any order will do, and that of the weights may cost
+        a copy of all gradients.
+        """
+        return self.per_example(g, rows, form)
+
+    def assembled(self, pieces: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
+        """From pieces, or sums of them, to the order of the weights."""
+        return tuple(pieces)
 
     def has_adjoint_for(self, g: Any) -> bool:
         """Whether `adjoint` sums such cotangents in float32 or better.
@@ -120,11 +137,11 @@ class Term:
         return False
 
     def operands(self, g: Any, rows: Rows) -> list[tf.Tensor] | None:
-        """Tensors (B, ...) of which `of_one` takes the part of an example."""
+        """Tensors (B, ...) of which `of_some` takes some examples' part."""
         return None
 
-    def of_one(self, *operands: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """The gradients of one example, (1, ...), from its operands."""
+    def of_some(self, *operands: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """The gradients of some examples, (together, ...)."""
         raise NotImplementedError
 
     def reach(self, *operands: tf.Tensor) -> tf.Tensor:
@@ -196,7 +213,12 @@ def select_rows(keep: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
 def squared_norm(per_example: tf.Tensor) -> tf.Tensor:
     """(B, ...) -> (B,), the squared norm of each example's part."""
     axes = list(range(1, per_example.shape.rank))
-    return tf.reduce_sum(tf.square(per_example), axes)
+    if _keras.on_cpu():
+        # The one reduction of squares that needs no array for them.
+        return tf.square(tf.math.reduce_euclidean_norm(per_example, axes))
+    # XLA adds from one end to the other, which would lose too much.
+    wide = tf.cast(tf.square(per_example), tf.float64)
+    return tf.cast(tf.reduce_sum(wide, axes), per_example.dtype)
 
 
 def sum_to_shape(g: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:

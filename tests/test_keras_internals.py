@@ -438,3 +438,34 @@ def test_it_is_known_what_xla_compiles():
     assert seen[:compiled] == [False] * compiled
     cpu_only = not tf.config.list_logical_devices("GPU")
     assert set(seen[compiled:]) == {cpu_only}
+
+
+@pytest.mark.parametrize("adjoint", [False, True])
+@pytest.mark.parametrize("leading", [(), (1,), (3,)])
+def test_vectorized_products_with_one_matrix_are_one_product(leading, adjoint):
+    x = tf.random.stateless_normal([4, *leading, 6, 4], [1, 2])
+    matrix = tf.random.stateless_normal([8, 4] if adjoint else [4, 8], [3, 4])
+
+    def one(x):
+        return tf.raw_ops.BatchMatMulV2(x=x, y=matrix, adj_y=adjoint)
+
+    @tf.function
+    def all_of_them(x):
+        return _keras.vectorized_map(one, x)
+
+    expected = tf.stack([tf.matmul(row, matrix, False, adjoint) for row in x])
+    np.testing.assert_allclose(all_of_them(x), expected, rtol=1e-5, atol=1e-6)
+    graph = all_of_them.get_concrete_function(x).graph
+    loop = [op for op in graph.get_operations() if "pfor" in op.name]
+    assert "BatchMatMulV2" not in {op.type for op in loop}
+
+
+def test_other_vectorized_products_are_left_alone():
+    x = tf.random.stateless_normal([4, 2, 6, 5], [1, 2])
+    y = tf.random.stateless_normal([2, 6, 3], [3, 4])
+    found = _keras.vectorized_map(lambda x: tf.matmul(x, y, True), x)
+    np.testing.assert_allclose(
+        found, tf.matmul(x, y[None], True), rtol=1e-5, atol=1e-6
+    )
+    own = tf.vectorized_map(lambda x: tf.matmul(x, y, True), x)
+    np.testing.assert_array_equal(found, own)
