@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from benchmarks import machine, run
 from benchmarks.processes import peak
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import ALL, WORKLOADS
 from keras_fastclip import methods, sampling
 
 PLAIN = "nonprivate"
@@ -80,7 +80,7 @@ def _serve(connection, name, mode):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            runner = Runner(WORKLOADS[name], mode)
+            runner = Runner(ALL[name], mode)
             connection.send(None)
         except Exception as error:
             connection.send(str(error) or type(error).__name__)
@@ -164,7 +164,7 @@ def best_named(found):
 
 def table(name, found):
     shown = rich.table.Table(
-        title=f"{name}, batch {WORKLOADS[name].batch}", box=rich.box.SIMPLE_HEAD
+        title=f"{name}, batch {ALL[name].batch}", box=rich.box.SIMPLE_HEAD
     )
     for column in ("method", "ms a step", "speed", "steps", "MB", "memory"):
         shown.add_column(column, justify="right")
@@ -218,7 +218,7 @@ def main():
     arguments = parser.parse_args()
     names = arguments.workload.split(",")
     modes = arguments.modes.split(",")
-    unknown = [name for name in names if name not in WORKLOADS]
+    unknown = [name for name in names if name not in ALL]
     unknown += [
         mode for mode in modes if mode.removesuffix("-xla") not in MODES
     ]

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import keras_fastclip
 from benchmarks.processes import peak
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import ALL
 
 
 def build(workload, mode):
@@ -66,13 +66,13 @@ def measure(workload, mode, batch, steps, warmup):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--workload", choices=ALL, required=True)
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--batch", type=int)
     arguments = parser.parse_args()
-    workload = WORKLOADS[arguments.workload]
+    workload = ALL[arguments.workload]
     batch = arguments.batch or workload.batch
     row = {
         "peer": "keras-fastclip",

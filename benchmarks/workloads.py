@@ -1,7 +1,7 @@
 """Seven ordinary models, the same for every method that is compared.
 
 float32, random inputs, plain SGD; the sizes are those at which the papers'
-methods differ.
+methods differ. And recurrent layers, each by itself.
 """
 
 import dataclasses
@@ -138,6 +138,19 @@ def _rec():
     return x, layers.Dense(1)(layers.Dense(64, activation="relu")(y))
 
 
+def _recurrent(layer):
+    def build():
+        x = keras.Input((100, 100))
+        return x, layers.Dense(2)(layer(128)(x))
+
+    return Workload(64, build, _sequences, _cross_entropy)
+
+
+def _sequences(rng, n):
+    x = rng.normal(size=(n, 100, 100)).astype("float32")
+    return x, rng.integers(0, 2, n)
+
+
 def _flat(rng, n):
     x = rng.normal(size=(n, 3072)).astype("float32")
     return x, rng.integers(0, 10, n)
@@ -156,3 +169,11 @@ WORKLOADS = {
     "lstm": Workload(64, _lstm, _ids(100, 10000, 2), _cross_entropy),
     "rec": Workload(512, _rec, _ids(64, 100000, 2), _binary),
 }
+
+# Not among the seven: what becomes of single layers.
+LAYERS = {
+    "simple_rnn_layer": _recurrent(layers.SimpleRNN),
+    "lstm_layer": _recurrent(layers.LSTM),
+    "gru_layer": _recurrent(layers.GRU),
+}
+ALL = {**WORKLOADS, **LAYERS}

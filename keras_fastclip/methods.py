@@ -242,7 +242,8 @@ def clipped_sums(
     groups = dict(zip(paths, clipping.groups(paths), strict=True))
     count = max(groups.values()) + 1
     # A call whose rows are not those of the batch must not pass unnoticed.
-    norms = [tf.reshape(part.squared_norms(), [batch_size]) for part in parts]
+    shape = tf.reshape(batch_size, [1])
+    norms = [tf.reshape(part.squared_norms(), shape) for part in parts]
     norms = widest(norms)
     squared = [tf.zeros_like(norms[0])] * count
     for part, norm in zip(parts, norms, strict=True):

@@ -26,6 +26,8 @@ from keras_fastclip.registry.turns import (
 # Units of roundoff by which two sums of the same products may differ; as for
 # ghost norms, see `linear.rounded_up`.
 _ROUNDINGS = 100
+# Gradients of fewer numbers for an example may be copied.
+_SMALL = 2**12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,11 +198,10 @@ class Part:
         for use, tensors in zip(self.uses, found, strict=True):
             pairs = zip(use.term.variables, tensors, strict=True)
             for variable, tensor in pairs:
-                total[id(variable)].append(
-                    tf.reshape(
-                        at_least_float32(tensor), [*leading, *variable.shape]
-                    )
-                )
+                tensor = at_least_float32(tensor)
+                if tuple(tensor.shape) != (*leading, *variable.shape):
+                    tensor = tf.reshape(tensor, [*leading, *variable.shape])
+                total[id(variable)].append(tensor)
         return [sum(each[1:], each[0]) for each in total.values()]
 
     def weighted_sum(self, factors: tf.Tensor) -> dict[int, tf.Tensor]:
@@ -238,12 +239,17 @@ class _Built:
 
     def weighted_sum(self, factors):
         keep = factors != 0
-        # Usually all are kept, which spares a copy.
-        kept = tf.cond(
-            tf.reduce_all(keep),
-            lambda: self._gradients,
-            lambda: [select_rows(keep, each) for each in self._gradients],
-        )
+
+        def select():
+            return [select_rows(keep, each) for each in self._gradients]
+
+        sizes = [g.shape[1:].num_elements() for g in self._gradients]
+        if None not in sizes and sum(sizes) < _SMALL:
+            kept = select()
+        else:
+            # Usually all are kept, which spares a copy.
+            everything = tf.reduce_all(keep)
+            kept = tf.cond(everything, lambda: self._gradients, select)
         sums = [tf.tensordot(tf.cast(factors, g.dtype), g, 1) for g in kept]
         return self._assembled(sums)
 

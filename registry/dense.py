@@ -12,7 +12,12 @@ from keras_fastclip import _keras
 from keras_fastclip.registry import lora
 from keras_fastclip.registry.linear import Linear
 from keras_fastclip.registry.lookup import for_quantized, register
-from keras_fastclip.registry.terms import Small, is_computed, sum_to_shape
+from keras_fastclip.registry.terms import (
+    Small,
+    is_computed,
+    sum_to_shape,
+    with_rows,
+)
 
 
 @register(keras.layers.Dense)
@@ -93,8 +98,12 @@ def _as_one_product(layer, inputs, labels):
         return None
     flat = tf.matmul(tf.reshape(inputs, [-1, width]), matrix)
     known = [*inputs.shape[: 1 + len(t)], *layer.kernel.shape[len(d) :]]
-    sizes = tf.concat([tf.shape(inputs)[: 1 + len(t)], known[1 + len(t) :]], 0)
-    zeta = tf.ensure_shape(tf.reshape(flat, sizes), known)
+    if None in known[1:]:
+        sizes = tf.shape(inputs)[: 1 + len(t)]
+        sizes = tf.concat([sizes, known[1 + len(t) :]], 0)
+        zeta = tf.ensure_shape(tf.reshape(flat, sizes), known)
+    else:
+        zeta = with_rows(flat, known[1:])
     return zeta if layer.bias is None else keras.ops.add(zeta, layer.bias)
 
 
@@ -123,16 +132,19 @@ def _einsum_term(variable, inputs, labels, cotangent=None):
     size = dict(zip(kernel, variable.shape, strict=True))
 
     def block_form(tensor, given, last):
-        tensor = tf.einsum(f"{given}->{batch}{t}{s}{last}", tensor)
+        wanted = f"{batch}{t}{s}{last}"
+        if given != wanted:
+            tensor = tf.einsum(f"{given}->{wanted}", tensor)
         blocks = [_prod(size, s)] if s else []
         shape = [_positions_of(tensor, len(t)), *blocks, _prod(size, last)]
-        return tf.reshape(tensor, [tf.shape(tensor)[0], *shape])
+        return with_rows(tensor, shape)
 
     def to_kernel(matrices):
         lead = matrices.shape.rank - (3 if s else 2)
-        leading = tf.shape(matrices)[:lead]
         tail = [size[c] for c in s + d + p]
-        tensor = tf.reshape(matrices, tf.concat([leading, tail], 0))
+        tensor = tf.reshape(matrices, [-1] * lead + tail)
+        if s + d + p == kernel:
+            return tensor
         order = [lead + (s + d + p).index(c) for c in kernel]
         return tf.transpose(tensor, [*range(lead), *order])
 
@@ -208,7 +220,7 @@ def positions(tensor):
     if tensor.shape.rank == 3:
         return tensor
     count = _positions_of(tensor, tensor.shape.rank - 2)
-    return tf.reshape(tensor, [tf.shape(tensor)[0], count, width])
+    return with_rows(tensor, [count, width])
 
 
 def _positions_of(tensor, axes):

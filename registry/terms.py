@@ -210,6 +210,13 @@ def select_rows(keep: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     return tf.where(tf.reshape(keep, shape), tensor, tf.zeros([], tensor.dtype))
 
 
+def with_rows(tensor: tf.Tensor, shape: Sequence[Any]) -> tf.Tensor:
+    """(rows, ...) -> (rows, *shape), in few operations where it is known."""
+    if all(isinstance(size, int) and size for size in shape):
+        return tf.reshape(tensor, [-1, *shape])
+    return tf.reshape(tensor, [tf.shape(tensor)[0], *shape])
+
+
 def squared_norm(per_example: tf.Tensor) -> tf.Tensor:
     """(B, ...) -> (B,), the squared norm of each example's part."""
     axes = list(range(1, per_example.shape.rank))
