@@ -19,8 +19,8 @@ from keras_fastclip.registry.terms import (
 )
 from keras_fastclip.registry.turns import (
     KeptInTurns,
+    norm_of_one,
     norms_in_turns,
-    norms_of,
 )
 
 # Units of roundoff by which two sums of the same products may differ; as for
@@ -124,17 +124,15 @@ class Part:
             if self.way.ghost:
                 return self._ghost_norms()
             if self.way.form == "loop" and not self.way.keep:
-                return norms_in_turns(
-                    self._norms_of_some, self._operands(), self._together
-                )
+                return norms_in_turns(self._norm_of_one, self._operands())
             built = self._build()
             if self.way.keep or self.traits.item is None:
                 self._built = built
                 return built.squared_norms
             return self._rounded_up(built.squared_norms, self._operands())
 
-    def _norms_of_some(self, *operands):
-        return self._rounded_up(norms_of(self._of_some(*operands)), operands)
+    def _norm_of_one(self, *operands):
+        return self._rounded_up(norm_of_one(self._of_one(*operands)), operands)
 
     def _rounded_up(self, squared_norms, operands):
         """Norms of gradients that will not be those in the sum.
@@ -157,9 +155,7 @@ class Part:
         """The gradients of all examples."""
         shapes = [variable.shape for variable in self.variables]
         if self.way.form == "loop":
-            return KeptInTurns(
-                self._of_some, self._operands(), shapes, self._together
-            )
+            return KeptInTurns(self._of_one, self._operands(), shapes)
         if len(self.uses) == 1:
             (use,) = self.uses
             pieces = use.term.pieces(use.g, use.rows, self.way.form)
@@ -177,16 +173,11 @@ class Part:
         found = [use.term.operands(use.g, use.rows) for use in self.uses]
         return [tensor for operands in found for tensor in operands]
 
-    @property
-    def _together(self):
-        """How many examples a loop takes at a time."""
-        return min(use.term.together for use in self.uses)
-
-    def _of_some(self, *operands):
-        """The gradients of so many examples, from all uses."""
+    def _of_one(self, *operands):
+        """The gradients of one example, (1, ...), from all uses."""
         pairs = zip(self.uses, self._by_use(operands), strict=True)
-        found = [use.term.of_some(*own) for use, own in pairs]
-        return self._added(found, [self._together])
+        found = [use.term.of_one(*own) for use, own in pairs]
+        return self._added(found, [1])
 
     def _by_use(self, operands):
         each = len(operands) // len(self.uses)

@@ -21,7 +21,7 @@ from keras_fastclip.parts import Part
 from keras_fastclip.planner import Way, reference_clock
 from keras_fastclip.registry.linear import Kernel
 from keras_fastclip.registry.terms import Rows
-from keras_fastclip.registry.turns import TOGETHER
+from keras_fastclip.registry.turns import AT_ONCE
 
 # Operations in a run, and the most numbers and examples in it.
 _WORK, _NUMBERS, _EXAMPLES = 1e8, 4e6, 32
@@ -53,8 +53,7 @@ def _measured(kernel: Kernel, way: Way | None, jit_compile: bool) -> float:
     numbers = kernel.positions * kernel.blocks
     numbers *= kernel.inputs + kernel.outputs
     examples = min(_WORK / work, _NUMBERS / numbers, _EXAMPLES)
-    # Whole blocks of a loop, as nearly all are.
-    examples = max(int(examples) // TOGETHER, 1) * TOGETHER
+    examples = max(int(examples), AT_ONCE)
     with _keras.eager_scope():
         term, g = kernel.sample(examples)
 

@@ -302,8 +302,6 @@ class Convolution(Linear):
     """
 
     is_matrix = False
-    # TensorFlow's own convolutions, of one example each, are the fastest.
-    together = 1
 
     @property
     def _blocks(self):
@@ -447,7 +445,7 @@ class Convolution(Linear):
         g = tf.cast(self._cotangent(g), inputs.dtype)
         return [rows.fold(inputs), rows.fold(g)]
 
-    def of_some(self, inputs, g):
+    def of_one(self, inputs, g):
         return (self._derivative(inputs[0], g[0])[None],)
 
     def _on(self, inputs):
@@ -487,14 +485,14 @@ class Convolution(Linear):
             return super().omega(g, rows)
 
         # Patches take more than the image, so they are cut in the loop.
-        def norm_of_one(inputs, g):
+        def of_one(inputs, g):
             one = self._on(inputs[0])
             if shifted and form == "loop":
                 return one._shifted_norm(*one._operands(g[0]))
             norm = ghost_norm_by_tiles if form == "tiles" else ghost_norm
             return norm(*one.pair(g[0], Rows(rows.per_example)))
 
-        return norms_in_turns(norm_of_one, self.operands(g, rows))
+        return norms_in_turns(of_one, self.operands(g, rows))
 
     def _has_shifted_grams(self, rows):
         kernel = self.kernel(rows)

@@ -33,7 +33,7 @@ from keras_fastclip.registry.terms import (
     itself,
     select_rows,
 )
-from keras_fastclip.registry.turns import TOGETHER, fast, norms_in_turns
+from keras_fastclip.registry.turns import norms_in_turns
 
 # Rows of a Gram matrix in a tile.
 TILE = 512
@@ -107,12 +107,6 @@ class Kernel:
         return Linear(kernel, a, itself, itself if blocks else None), g
 
 
-@fast
-def _products(a, g):
-    """aᵀg of each example."""
-    return tf.matmul(a, g, transpose_a=True)
-
-
 class Linear(Term):
     """A kernel applied to the input `a` of a call.
 
@@ -125,7 +119,6 @@ class Linear(Term):
     """
 
     has_omega = True
-    together = TOGETHER
     _width = None
 
     def __init__(
@@ -173,8 +166,7 @@ class Linear(Term):
         return self.assembled(self.pieces(g, rows, form))
 
     def pieces(self, g, rows, form=None):
-        a, g = self.pair(g, rows)
-        return (tf.matmul(a, g, transpose_a=True),)
+        return (_products(*self.pair(g, rows)),)
 
     def assembled(self, pieces):
         (matrices,) = pieces
@@ -183,7 +175,7 @@ class Linear(Term):
     def operands(self, g, rows):
         return list(self.pair(g, rows))
 
-    def of_some(self, a, g):
+    def of_one(self, a, g):
         return self.assembled([_products(a, g)])
 
     def reach(self, a, g):
@@ -286,6 +278,11 @@ class Stacked(Later):
         return tuple(tf.split(matrices, rows, -2))
 
 
+def _products(a, g):
+    """aᵀg of each example."""
+    return tf.matmul(a, g, transpose_a=True)
+
+
 def join_blocks(matrices: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """(..., S, d, p) -> (..., *shape), for a kernel with S·p outputs."""
     axes = list(range(matrices.shape.rank))
@@ -310,7 +307,7 @@ def ghost_norm(
         squares *= _with_lost(tf.reduce_sum(g * g, -1), g.shape[-1])
         return _sum_but_first(squares)
     if form == "loop":
-        return norms_in_turns(fast(ghost_norm), [a, g], TOGETHER)
+        return norms_in_turns(ghost_norm, [a, g])
     if form == "tiles":
         return norms_in_turns(ghost_norm_by_tiles, [a, g])
     return _without_blocks(a, g, *gram_product(a, g))

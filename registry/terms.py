@@ -8,8 +8,8 @@ the linear map 𝒜 = DZ(w) of some of the call's weights and offers
 - `pieces(g, rows)`: the same before it is put together;
 - `omega(g, rows)`: Ω, the squared norm of every example's gradient, without
   building it, where there is such a form;
-- `operands(g, rows)` and `of_some(...)`: what is needed to build the gradients
-  of a few examples after the other.
+- `operands(g, rows)` and `of_one(...)`: what is needed to build the gradient
+  of one example after the other.
 
 The last three may offer several forms that differ in time and memory, by name.
 
@@ -87,12 +87,10 @@ class Term:
         variables: the weights, in the order of the tuples that `adjoint` and
             `per_example` return.
         has_omega: whether there is a form of Ω that builds no gradients.
-        together: how many examples `of_some` takes at a time.
     """
 
     variables: tuple[Any, ...]
     has_omega = False
-    together = 1
 
     def adjoint(self, g: Any, keep: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """𝒜*g over the rows where `keep`, (rows,), is true.
@@ -137,11 +135,11 @@ class Term:
         return False
 
     def operands(self, g: Any, rows: Rows) -> list[tf.Tensor] | None:
-        """Tensors (B, ...) of which `of_some` takes some examples' part."""
+        """Tensors (B, ...) of which `of_one` takes the part of an example."""
         return None
 
-    def of_some(self, *operands: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """The gradients of some examples, (together, ...)."""
+    def of_one(self, *operands: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """The gradients of one example, (1, ...), from its operands."""
         raise NotImplementedError
 
     def reach(self, *operands: tf.Tensor) -> tf.Tensor:
