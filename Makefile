@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test speed lint format clean
+.PHONY: help demo test speed lint format browser clean
 .NOTPARALLEL:
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make speed   check that private training is not much slower than plain"
 	@echo "make lint    check style only"
 	@echo "make format  sort imports, fix and format the code"
+	@echo "make browser install Chromium, with which the report is tested"
 	@echo "make clean   remove .venv, builds and caches"
 
 demo: $(VENV)/.stamp-demo
@@ -32,6 +33,11 @@ lint: $(VENV)/.stamp-test
 format: $(VENV)/.stamp-test
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+browser:
+	@command -v chromium || { test "$$(id -u)" = 0 && \
+	apt-get update -qq && apt-get install -qq -y chromium; } || \
+	echo "No Chromium, and no rights to install it: its tests are skipped."
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

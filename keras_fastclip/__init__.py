@@ -26,6 +26,7 @@ from keras_fastclip.registry import (
     register,
 )
 from keras_fastclip.replacement import replace_batch_normalization
+from keras_fastclip.report import privacy_report
 from keras_fastclip.sampling import PoissonDataset
 from keras_fastclip.summary import clipping_summary
 
@@ -55,6 +56,7 @@ __all__ = [
     "default_registry",
     "from_tf_privacy",
     "make_private",
+    "privacy_report",
     "register",
     "replace_batch_normalization",
 ]

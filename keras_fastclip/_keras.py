@@ -29,6 +29,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.parallel_for import pfor
+from tensorflow.python.util import _pywrap_util_port
 
 __all__ = [
     "Functional",
@@ -406,6 +407,11 @@ def on_cpu() -> bool:
         return True
     graph = tf.compat.v1.get_default_graph()
     return not control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
+def uses_onednn() -> bool:
+    """Whether TensorFlow's CPU kernels are those of oneDNN."""
+    return _pywrap_util_port.IsMklEnabled()
 
 
 def vectorized_map(function, examples):
