@@ -13,6 +13,7 @@ and accounted for as `fit` would. Batches from anywhere else are counted too,
 but nobody knows how they were drawn, so epsilon becomes infinite.
 """
 
+import itertools
 import os
 import sys
 
@@ -43,6 +44,7 @@ it.
 """
 
 DELTA, BATCH = 1e-4, 128
+STEPS = len(x_train) // BATCH
 
 model = keras_fastclip.DPSequential(
     [keras.Input((64,)), layers.Dense(64, "tanh"), layers.Dense(10)],
@@ -60,8 +62,9 @@ model.compile(
 """
 ## The loop
 
-Iterating over the data set makes one epoch. Its function `map` may change
-every example by itself: here each image gets a little noise of its own.
+A `PoissonDataset` goes on drawing for ever, so say how many batches make an
+epoch. Its function `map` may change every example by itself: here each image
+gets a little noise of its own.
 """
 
 
@@ -75,7 +78,7 @@ data = data.map(augmented)
 epochs = 0
 try:
     while True:
-        for batch in data:
+        for batch in itertools.islice(data, STEPS):
             logs = model.train_on_batch(batch, return_dict=True)
         epochs += 1
         model.optimizer.learning_rate *= 0.97

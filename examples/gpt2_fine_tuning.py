@@ -47,7 +47,7 @@ def shakespeare_and_gpt2():
 
 
 def made_up_lines_and_tiny_gpt2():
-    """Lines of four words, and a GPT-2 that reads letter by letter."""
+    """Lines of a few words, and a GPT-2 that reads letter by letter."""
     rng = np.random.default_rng(0)
     who = ["the king", "the queen", "a fool", "my lord"]
     does = ["loves", "fears", "seeks", "forgets"]
@@ -56,7 +56,7 @@ def made_up_lines_and_tiny_gpt2():
         " ".join(rng.choice(words) for words in (who, does, what))
         for _ in range(256 if FAST else 4000)
     ]
-    letters = ["<|endoftext|>", "Ġ", "th", *string.ascii_letters]
+    letters = ["Ġ", "th", *string.ascii_letters, "<|endoftext|>"]
     tokenizer = keras_hub.models.GPT2Tokenizer(
         vocabulary={token: number for number, token in enumerate(letters)},
         merges=["t h"],

@@ -60,15 +60,20 @@ def made_up_reviews_and_random_bert():
         for label in labels
     ]
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"] + good + bad + other
+    backbone = keras_hub.models.BertBackbone(
+        vocabulary_size=len(words),
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=32,
+        intermediate_dim=64,
+        max_sequence_length=32,
+    )
+    # Keras begins with tiny kernels; frozen, they would let nothing through.
+    for variable in backbone.weights:
+        if variable.name == "kernel":
+            variable.assign(10 * variable)
     task = keras_hub.models.BertTextClassifier(
-        backbone=keras_hub.models.BertBackbone(
-            vocabulary_size=len(words),
-            num_layers=2,
-            num_heads=2,
-            hidden_dim=32,
-            intermediate_dim=64,
-            max_sequence_length=32,
-        ),
+        backbone=backbone,
         num_classes=2,
         preprocessor=keras_hub.models.BertTextClassifierPreprocessor(
             keras_hub.models.BertTokenizer(vocabulary=words, lowercase=True),
