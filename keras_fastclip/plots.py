@@ -45,7 +45,8 @@ def plot_privacy(history: keras.callbacks.History | dict[str, list]) -> Any:
     delta = getattr(history, "params", {}).get("epsilon", {}).get("delta")
     clipped = logs.get("nonprivate_clipped_fraction")
     count = 2 if clipped is None else 3
-    figure, axes = _pyplot().subplots(
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(
         1, count, figsize=(4.5 * count, 3.5), layout="constrained"
     )
     label = "ε" if delta is None else f"ε at δ = {delta:g}"
@@ -58,7 +59,7 @@ def plot_privacy(history: keras.callbacks.History | dict[str, list]) -> Any:
     for name in metrics:
         if len(logs[name]) == len(epsilon):
             axes[1].plot(epsilon, logs[name], marker=".", label=name)
-    axes[1].set(title="What it bought", xlabel=label)
+    axes[1].set(title="What it bought", xlabel=label, ylabel="metric")
     if clipped is not None:
         axes[2].plot(epochs, clipped, marker=".", label="not private")
         axes[2].set(
@@ -70,6 +71,8 @@ def plot_privacy(history: keras.callbacks.History | dict[str, list]) -> Any:
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.legend()
+        if axis.get_xlabel() == "epoch":
+            axis.xaxis.set_major_locator(pyplot.MaxNLocator(integer=True))
     return figure
 
 
@@ -97,7 +100,8 @@ def plot_plan(model: keras.Model) -> Any:
             "examples: clipping_summary(model, x[:8], y[:8])."
         )
     rows, batch = layer_plans(model)
-    figure, axes = _pyplot().subplots(
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(
         1,
         2,
         figsize=(10, 1.5 + 0.3 * len(rows)),
@@ -120,7 +124,9 @@ def plot_plan(model: keras.Model) -> Any:
             )
         axis.set(xlabel=f"{title} for a batch of {batch}")
         axis.grid(axis="x", alpha=0.3)
+        axis.xaxis.set_major_locator(pyplot.MaxNLocator(5))
     axes[0].invert_yaxis()
-    axes[1].legend(title="way")
+    handles, labels = axes[1].get_legend_handles_labels()
+    figure.legend(handles, labels, title="way", loc="outside right upper")
     figure.suptitle(f"Clipping of {model.name!r}")
     return figure
