@@ -217,7 +217,13 @@ def make_state(model: keras.Model, x: Any, y: Any) -> None:
         options = {"training": False} if has_training_argument(model) else {}
         try:
             y_pred = model.compute_output_spec(x, **options)
-        except (TypeError, ValueError, NotImplementedError):
+        except (
+            # Reshape asks tensors for what only symbolic ones have.
+            AttributeError,
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ):
             return  # Then they are made while the step is traced.
         compiled.build(y, y_pred)
 

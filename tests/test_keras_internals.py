@@ -489,3 +489,12 @@ def test_tensorflow_tells_whether_it_uses_onednn(setting):
         check=True,
     )
     assert found.stdout.strip() == str(setting == "1")
+
+
+def test_state_of_models_that_begin_with_reshape_is_made_later():
+    model = keras.Sequential([layers.Reshape((2, 2)), layers.Flatten()])
+    model.compile("sgd", "mse", metrics=["mae"])
+    x = tf.zeros((3, 4))
+    model(x)
+    _keras.make_state(model, x, x)
+    assert model.optimizer.built
