@@ -5,15 +5,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test speed lint format clean
+.PHONY: help demo test speed docs docs-test wheel-test lint format browser clean
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train a small model with differential privacy"
 	@echo "make test    check style and run the tests"
 	@echo "make speed   check that private training is not much slower than plain"
+	@echo "make docs    write the reference from the docstrings"
+	@echo "make docs-test run the code of README, docs and examples"
+	@echo "make wheel-test build wheel and sdist, and try them in a clean place"
 	@echo "make lint    check style only"
 	@echo "make format  sort imports, fix and format the code"
+	@echo "make browser install Chromium, with which the report is tested"
 	@echo "make clean   remove .venv, builds and caches"
 
 demo: $(VENV)/.stamp-demo
@@ -25,6 +29,24 @@ test: lint
 speed: $(VENV)/.stamp-test
 	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m benchmarks.guard
 
+docs: $(VENV)/.stamp-test
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m docs.make_api
+
+docs-test: $(VENV)/.stamp-test
+	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/pytest -n 2 tests/test_readme.py \
+	tests/test_docs.py tests/test_examples.py
+
+# The wheel is built from the sdist, so that both are tried.
+wheel-test: $(VENV)/.stamp-wheel
+	rm -rf dist build/wheel-test
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv build/wheel-test
+	build/wheel-test/bin/python -m pip install --quiet dist/*.whl
+	build/wheel-test/bin/python -m pip check
+	cp tests/smoke.py build/wheel-test/
+	cd build/wheel-test && TF_CPP_MIN_LOG_LEVEL=3 bin/python smoke.py && \
+	TF_CPP_MIN_LOG_LEVEL=3 bin/python -m keras_fastclip
+
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -32,6 +54,11 @@ lint: $(VENV)/.stamp-test
 format: $(VENV)/.stamp-test
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+browser:
+	@command -v chromium || { test "$$(id -u)" = 0 && \
+	apt-get update -qq && apt-get install -qq -y chromium; } || \
+	echo "No Chromium, and no rights to install it: its tests are skipped."
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -17,6 +17,7 @@ from keras_fastclip.clipping import (
 )
 from keras_fastclip.dials import AdaptiveNorm
 from keras_fastclip.model import DPModel, DPSequential, make_private
+from keras_fastclip.plots import plot_plan, plot_privacy
 from keras_fastclip.privacy import BudgetExceededError
 from keras_fastclip.probe import NotPrivateError
 from keras_fastclip.registry import (
@@ -26,6 +27,7 @@ from keras_fastclip.registry import (
     register,
 )
 from keras_fastclip.replacement import replace_batch_normalization
+from keras_fastclip.report import privacy_report
 from keras_fastclip.sampling import PoissonDataset
 from keras_fastclip.summary import clipping_summary
 
@@ -55,6 +57,9 @@ __all__ = [
     "default_registry",
     "from_tf_privacy",
     "make_private",
+    "plot_plan",
+    "plot_privacy",
+    "privacy_report",
     "register",
     "replace_batch_normalization",
 ]

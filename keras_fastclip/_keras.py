@@ -29,6 +29,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.parallel_for import pfor
+from tensorflow.python.util import _pywrap_util_port
 
 __all__ = [
     "Functional",
@@ -216,7 +217,13 @@ def make_state(model: keras.Model, x: Any, y: Any) -> None:
         options = {"training": False} if has_training_argument(model) else {}
         try:
             y_pred = model.compute_output_spec(x, **options)
-        except (TypeError, ValueError, NotImplementedError):
+        except (
+            # Reshape asks tensors for what only symbolic ones have.
+            AttributeError,
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ):
             return  # Then they are made while the step is traced.
         compiled.build(y, y_pred)
 
@@ -406,6 +413,11 @@ def on_cpu() -> bool:
         return True
     graph = tf.compat.v1.get_default_graph()
     return not control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
+def uses_onednn() -> bool:
+    """Whether TensorFlow's CPU kernels are those of oneDNN."""
+    return _pywrap_util_port.IsMklEnabled()
 
 
 def vectorized_map(function, examples):

@@ -61,6 +61,15 @@ class EpsilonTracker(_PrivateCallback):
         self.every = every
         self._latest: float | None = None
 
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        # Keras hands the same dict to `History`, so that whoever has the
+        # history knows of which delta its epsilon is.
+        self.params["epsilon"] = {
+            "delta": self.delta,
+            "accountant": self.accountant,
+        }
+
     def _spent(self) -> float:
         spent = self.model.privacy_spent(self.delta, accountant=self.accountant)
         self._latest = float(spent)

@@ -134,11 +134,13 @@ def register(
     Example:
 
     ```python
-    @keras_fastclip.register(MyScale)            # y = x * scale
+    @keras_fastclip.register(MyScale)  # y = x * scale
     def my_scale(layer, x):
         zeta = x * layer.scale
+
         def omega(g):
             return tf.reduce_sum((g * x) ** 2, axis=-1)
+
         return zeta, omega
     ```
     """

@@ -1,5 +1,10 @@
 """What the library relies on inside Keras, one test for each private name."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -469,3 +474,27 @@ def test_other_vectorized_products_are_left_alone():
     )
     own = tf.vectorized_map(lambda x: tf.matmul(x, y, True), x)
     np.testing.assert_array_equal(found, own)
+
+
+@pytest.mark.parametrize("setting", ["0", "1"])
+def test_tensorflow_tells_whether_it_uses_onednn(setting):
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("TensorFlow has oneDNN on x86 processors only.")
+    code = "from keras_fastclip import _keras; print(_keras.uses_onednn())"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TF_ENABLE_ONEDNN_OPTS": setting},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == str(setting == "1")
+
+
+def test_state_of_models_that_begin_with_reshape_is_made_later():
+    model = keras.Sequential([layers.Reshape((2, 2)), layers.Flatten()])
+    model.compile("sgd", "mse", metrics=["mae"])
+    x = tf.zeros((3, 4))
+    model(x)
+    _keras.make_state(model, x, x)
+    assert model.optimizer.built

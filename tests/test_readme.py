@@ -23,7 +23,8 @@ def block_with(words):
     return found
 
 
-def test_quick_start_and_follow_epsilon(capsys):
+def test_quick_start_and_follow_epsilon(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     names = {
         "x": rng.normal(size=(512, 8)).astype("float32"),
@@ -31,7 +32,9 @@ def test_quick_start_and_follow_epsilon(capsys):
     }
     exec(block_with("was: keras.Sequential("), names)
     assert "PRIVACY STATEMENT" in capsys.readouterr().out
-    exec(block_with("EpsilonTracker"), names)
+    exec(block_with("callbacks=[keras_fastclip.EpsilonTracker"), names)
+    exec(block_with("privacy_report"), names)
+    assert "PRIVACY" in pathlib.Path("report.html").read_text("utf-8").upper()
     assert 0 < names["model"].privacy_spent(1e-5) < np.inf
     with pytest.raises(keras_fastclip.BudgetExceededError):  # It is 10 now.
         exec(block_with("PrivacyBudget(3.0"), names)
