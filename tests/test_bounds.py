@@ -206,7 +206,9 @@ def test_no_gradient_is_longer_than_the_clip_norm(
 
 
 @pytest.mark.parametrize("way", ["ghost", "ghost:tiles", "keep"])
-@pytest.mark.parametrize("patterns", itertools.product(PATTERNS[1:4], repeat=2))
+@pytest.mark.parametrize(
+    "patterns", list(itertools.product(PATTERNS[1:4], repeat=2))
+)
 @pytest.mark.parametrize("positions", [1024, 4096])
 def test_long_sequences_that_cancel(positions, patterns, way):
     rng = np.random.default_rng(positions)
