@@ -1,6 +1,7 @@
 """Fast, exact differentially private training for Keras 3 on TensorFlow."""
 
 from keras_fastclip.accounting import calibrate_noise
+from keras_fastclip.audit import AuditReport, audit
 from keras_fastclip.callbacks import (
     BackupAndRestore,
     EpsilonTracker,
@@ -35,6 +36,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "AdaptiveNorm",
+    "AuditReport",
     "AutomaticClipping",
     "BackupAndRestore",
     "BudgetExceededError",
@@ -51,6 +53,7 @@ __all__ = [
     "PerLayerClipping",
     "PoissonDataset",
     "PrivacyBudget",
+    "audit",
     "calibrate_noise",
     "check_gradients",
     "clipping_summary",

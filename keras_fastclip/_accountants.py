@@ -136,19 +136,29 @@ def _pld_epsilon(parts: tuple[Part, ...], delta: float) -> float:
     rough = _rdp_epsilon(parts, delta, _ROUGH_ORDERS)
     if rough > _PLD_UP_TO:
         return min(_rdp_epsilon(parts, delta), gaussian_epsilon(parts, delta))
-    interval = _pld_interval(parts, rough)
+    total = _total_pld(parts, _pld_interval(parts, rough))
+    return float(total.get_epsilon_for_delta(delta))
+
+
+def deltas(parts: tuple[Part, ...], epsilons: np.ndarray) -> np.ndarray:
+    """Upper bounds of delta at each epsilon, in rising order."""
+    total = _total_pld(parts, _pld_interval(parts, epsilons[-1]))
+    return np.array(total.get_delta_for_epsilon(epsilons))
+
+
+def _total_pld(parts: tuple[Part, ...], interval: float) -> _PLD:
     *before, last = _with_one_gaussian(parts)
     total = _pld(last, interval)
     if before:
         total = _composed_pld(tuple(before), interval).compose(total)
-    return float(total.get_epsilon_for_delta(delta))
+    return total
 
 
 def _pld_interval(parts: tuple[Part, ...], epsilon: float) -> float:
     """The grid for these parts; see `_PLD_INTERVAL`."""
     large = max(1.0, epsilon / _PLD_INTERVAL_UP_TO)
     sampled = [part for part in parts if part.sampling_probability < 1]
-    uses = sum(part.uses for part in sampled)
+    uses = max(1, sum(part.uses for part in sampled))
     coarsest = math.sqrt(_PLD_ADDED_VARIANCE / uses) / _PLD_INTERVAL
     many = max(1.0, min(len(sampled) / _PLD_MANY, coarsest))
     power = max(math.ceil(math.log2(large)), math.floor(math.log2(many)))

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import dp_accounting
+import numpy as np
 
 from keras_fastclip import _accountants, _validate
 from keras_fastclip.statement import statement
@@ -378,6 +379,14 @@ class Ledger:
         if self.obstacles():
             return math.inf
         return _accountants.epsilon(self._parts(), delta, accountant)
+
+    def deltas(self, epsilons: np.ndarray) -> np.ndarray:
+        """Returns upper bounds of delta at epsilons in rising order."""
+        if self.obstacles():
+            return np.ones(len(epsilons))
+        if not self._parts():
+            return np.zeros(len(epsilons))
+        return _accountants.deltas(self._parts(), epsilons)
 
     def epsilon_without_amplification(self, delta: float) -> float:
         """Returns epsilon if it were known which examples each batch held."""

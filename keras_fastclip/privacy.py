@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import secrets
+import threading
 import weakref
 from typing import Any, NamedTuple
 
@@ -105,6 +106,7 @@ class Privacy:
         self._run = secrets.token_hex(8)
         self._ledger = Ledger()
         self._source: Source | None = None
+        self._training = threading.RLock()
         self._running = 0  # calls of `fit`, one within the other
         self._streams_read: weakref.WeakSet = weakref.WeakSet()
         self._budgets: list[Budget] = []
@@ -271,17 +273,31 @@ class Privacy:
     @contextlib.contextmanager
     def batches_from(self, model: keras.Model, source: Source | None):
         """Steps made inside are entered as on batches of that source."""
-        self.ledger(model)  # enters what came before
-        before = self._source
-        with self.counter.other_batches():
-            self._source = source
+        with self._only_thread():
+            self.ledger(model)  # enters what came before
+            before = self._source
+            with self.counter.other_batches():
+                self._source = source
+                self._allow()
+                try:
+                    yield
+                finally:
+                    self.ledger(model)
+                    self._source = before
             self._allow()
-            try:
-                yield
-            finally:
-                self.ledger(model)
-                self._source = before
-        self._allow()
+
+    @contextlib.contextmanager
+    def _only_thread(self):
+        """Steps of another thread would be taken for those of this one."""
+        if not self._training.acquire(blocking=False):
+            raise RuntimeError(
+                "The model is being trained in another thread. Train it in "
+                "one thread at a time."
+            )
+        try:
+            yield
+        finally:
+            self._training.release()
 
     @contextlib.contextmanager
     def fitting(self, model: keras.Model, source: Source | None):

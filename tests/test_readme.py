@@ -1,7 +1,9 @@
 """The code in the README runs as it stands."""
 
+import inspect
 import pathlib
 import re
+import sys
 
 import keras
 import numpy as np
@@ -10,7 +12,8 @@ import tensorflow as tf
 
 import keras_fastclip
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+ROOT = pathlib.Path(__file__).parents[1]
+README = ROOT / "README.md"
 
 
 def blocks():
@@ -73,6 +76,24 @@ def test_targets_loops_and_records(tmp_path, monkeypatch):
     assert names["model"].privacy_spent(1e-5) == spent
 
 
+def test_audit(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    model = keras_fastclip.DPSequential(
+        [keras.layers.Dense(10)], l2_norm_clip=1.0, noise_multiplier=1.1
+    )
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+    names = {
+        "keras_fastclip": keras_fastclip,
+        "model": model,
+        "x": rng.normal(size=(512, 50)).astype("float32"),
+        "y": rng.integers(0, 10, 512),
+    }
+    exec(block_with("keras_fastclip.audit("), names)
+    assert "not refuted" in capsys.readouterr().out
+    assert (tmp_path / "audit.png").exists()
+
+
 def test_rule_of_the_readme_is_right(float64):
     names = {"keras": keras, "keras_fastclip": keras_fastclip, "tf": tf}
     exec(block_with("def scale_rule"), names)
@@ -91,3 +112,20 @@ def test_rule_of_the_readme_is_right(float64):
     exec(block_with("check_gradients(model"), names)
     report = keras_fastclip.check_gradients(model, names["x"], names["y"])
     assert report.relative_error < 1e-9
+
+
+def test_functions_that_the_guarantee_names_exist():
+    text = (ROOT / "docs" / "guarantee.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"`((?:[a-z_]+\.)+[A-Za-z_.]+)`", text))
+    names -= {"optimizer.iterations"}
+    assert len(names) > 20
+    for name in names:
+        if name.endswith(".py"):
+            continue
+        found = keras_fastclip
+        for part in name.split("."):
+            if found is keras_fastclip or inspect.ismodule(found):
+                full = f"{found.__name__}.{part}"
+                found = sys.modules.get(full) or getattr(found, part)
+            else:
+                found = getattr(found, part)
