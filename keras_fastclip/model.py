@@ -22,6 +22,7 @@ from keras_fastclip import (
     methods,
     naive,
     physical,
+    replicas,
     sampling,
     training_log,
 )
@@ -107,20 +108,32 @@ class PrivateTraining:
         `noise_multiplier` times that sensitivity on the sum.
         """
         privacy = self._privacy
+        replicas.refuse_own_loops(self)
         batch, real, poisson = sampling.unpack(data)
         rows = tf.shape(losses.first_tensor(batch[0]))[0]
         use = privacy.cost(poisson, real, rows)
 
         def step():
-            penalty, penalty_gradients = losses.regularization(self)
-            sums, balance, logs = _clipped_sum(self, batch, real, penalty)
-            means = privacy.noised_mean(sums, use, balance)
-            gradients = _gradients(self, means, penalty_gradients)
-            with tf.control_dependencies(gradients[:1]):  # No batch, no step.
-                self.optimizer.apply(gradients, self.trainable_variables)
+            sums, balance, logs = _clipped_sum(self, batch, real)
+            _update(self, privacy.noised_mean(sums, use, balance))
             return logs
 
         return privacy.within_budget(use, step, self.get_metrics_result)
+
+    def make_train_function(self, force=False):
+        if replicas.strategy_of(self) is None:
+            feeding.inherited(self, "make_train_function")(force)
+        elif self.train_function is None or force:
+            self.train_function = _keras.cross_replica_function(
+                self,
+                functools.partial(
+                    replicas.train_step,
+                    self,
+                    clipped_sum=lambda *batch: _clipped_sum(self, *batch)[:2],
+                    update=lambda means: _update(self, means),
+                ),
+            )
+        return self.train_function
 
     def clipped_gradients(
         self, x: Any, y: Any = None, sample_weight: Any = None
@@ -206,6 +219,7 @@ class PrivateTraining:
         validation_batch_size = validation_batch_size or batch_size
         with (
             privacy.fitting(self, feed.source),
+            _keras.built_already(self),
             feeding.own_callbacks(self, callbacks, feed) as callbacks,
         ):
             privacy.prepare(self, feed.some, feed.batch_size)
@@ -234,21 +248,28 @@ class PrivateTraining:
         class_weight=None,
         return_dict=False,
     ):
-        privacy = self._privacy
+        privacy, strategy = self._privacy, replicas.strategy_of(self)
         transform = _keras.preprocessing_of(self)
         if isinstance(x, sampling.DrawnBatch):
             data, source = x.take(), Source(True, x.num_examples, x.batch_size)
             if transform is not None:
                 data = data._replace(batch=transform(data.batch))
             batch, size = sampling.unpack(data).batch, x.batch_size
-            step = functools.partial(
-                _keras.train_on, self, data, return_dict=return_dict
-            )
         else:
             batch, source = sampling.as_arrays((x, y, sample_weight)), None
             size = None
             if transform is not None:
                 batch = transform(batch)
+            data = batch
+            if strategy is not None and class_weight is not None:
+                data = feeding.with_class_weight(batch, class_weight)
+        if strategy is not None:
+            data = replicas.divided(strategy, data)
+        if strategy is not None or source is not None:
+            step = functools.partial(
+                _keras.train_on, self, data, return_dict=return_dict
+            )
+        else:
             step = functools.partial(
                 feeding.inherited(self, "train_on_batch"),
                 x,
@@ -312,9 +333,10 @@ class PrivateTraining:
         return int(self._privacy.nonfinite.numpy())
 
 
-def _clipped_sum(model, batch, real, penalty):
+def _clipped_sum(model, batch, real):
     """The clipped sum over a batch, chunk by chunk, each of which is logged."""
     privacy = model._privacy
+    penalty, _ = losses.regularization(model)
     logs = {}
 
     def add(batch, real):
@@ -322,13 +344,31 @@ def _clipped_sum(model, batch, real, penalty):
         logs.update(training_log.update(model, batch, real, clipped, penalty))
         return clipped.sums, privacy.balance(clipped.squared_norms, real)
 
-    size = privacy.physical_batch_size()
+    size = privacy.physical_batch_size(model)
     rows = losses.first_tensor(batch[0]).shape[0]
     if size is None or rows is not None and rows <= size:
         return *add(batch, real), logs
     privacy.plan(model, batch)  # Checks the model, which no loop can.
     totals = physical.in_chunks(model, batch, real, size, add)
     return *totals, model.get_metrics_result()
+
+
+def _update(model, means):
+    """Has the optimizer make a step.
+
+    Args:
+        model: the model.
+        means: noised gradients by id of the weight; None if another replica
+            has them, whose gradients the optimizer adds up.
+    """
+    if means is None:
+        gradients = [
+            tf.zeros(v.shape, v.dtype) for v in model.trainable_variables
+        ]
+    else:
+        gradients = _gradients(model, means, losses.regularization(model)[1])
+    with tf.control_dependencies(gradients[:1]):  # No batch, no step.
+        model.optimizer.apply(gradients, model.trainable_variables)
 
 
 def _gradients(model, means, penalty_gradients):

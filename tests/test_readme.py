@@ -88,3 +88,17 @@ def test_rule_of_the_readme_is_right(float64):
     exec(block_with("check_gradients(model"), names)
     report = keras_fastclip.check_gradients(model, names["x"], names["y"])
     assert report.relative_error < 1e-9
+
+
+def test_several_devices():
+    rng = np.random.default_rng(0)
+    names = {
+        "keras": keras,
+        "keras_fastclip": keras_fastclip,
+        "tf": tf,
+        "x": rng.normal(size=(512, 8)).astype("float32"),
+        "y": rng.integers(0, 10, 512),
+    }
+    exec(block_with("MirroredStrategy"), names)
+    (entry,) = names["model"]._privacy.ledger(names["model"]).entries
+    assert (entry.mechanism.kind, entry.steps) == ("poisson_sampling", 2)

@@ -1298,9 +1298,9 @@ class TestPrecision:
 
 
 class TestReplicas:
-    """2 and more replicas, workers: refused until they are supported.
+    """2 and more replicas, workers: right under a MirroredStrategy.
 
-    With real devices in test_refusals.py.
+    Those are in test_distribution.py; other strategies are refused.
     """
 
     def test_two(self):
@@ -1308,7 +1308,7 @@ class TestReplicas:
         model._distribute_strategy = types.SimpleNamespace(
             num_replicas_in_sync=2
         )
-        refuses(model, "several replicas", "outside `strategy.scope()`")
+        refuses(model, "several replicas", "MirroredStrategy")
         model._distribute_strategy = None
         right(model)
 
