@@ -66,10 +66,10 @@ def clip(
     """
     privacy, (x, y, sample_weight) = model._privacy, batch
     plan, method = privacy.plan(model, batch), privacy.method
-    clipping = privacy.clipping_now()
+    clipping, scale = privacy.clipping_now(), privacy.loss_scale(model)
     if method.norm == "loop":
         return Clipped(
-            *naive.clip(model, batch, plan, clipping, real, training)
+            *naive.clip(model, batch, plan, clipping, real, training, scale)
         )
     batch_size = tf.shape(losses.first_tensor(x))[0]
     # In half precision, a second pass would round what the first did not.
@@ -79,7 +79,7 @@ def clip(
         example_losses = losses.per_example_losses(
             model, x, y, y_pred, sample_weight, real
         )
-    uses, _ = recording.backward(example_losses)
+    uses, _ = recording.backward(example_losses, scale)
     parts = make_parts(uses)
     methods.set_ways(parts, method, privacy.limits(model, batch_size))
     again = functools.partial(recording.backward_again, example_losses)
@@ -90,6 +90,7 @@ def clip(
         batch_size,
         real,
         again if twice else None,
+        scale,
     )
     return Clipped(*clipped, y_pred, example_losses)
 
@@ -367,14 +368,15 @@ def _update(model, means):
         ]
     else:
         gradients = _gradients(model, means, losses.regularization(model)[1])
+    optimizer = losses.unscaled_optimizer(model)
     with tf.control_dependencies(gradients[:1]):  # No batch, no step.
-        model.optimizer.apply(gradients, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
 
 
 def _gradients(model, means, penalty_gradients):
     """What the optimizer gets for each of the trainable variables."""
-    # The optimizer divides by its loss scale; here no loss was scaled.
-    scale = model.optimizer.loss_scale_factor or 1
+    # The optimizer divides by its loss scale; these are not scaled any more.
+    scale = losses.unscaled_optimizer(model).loss_scale_factor or 1
     gradients = []
     for variable in model.trainable_variables:
         # Weights that the loss does not depend on get no noise either.

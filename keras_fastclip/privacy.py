@@ -17,6 +17,7 @@ from keras_fastclip import (
     clipping,
     counting,
     dials,
+    losses,
     methods,
     physical,
     replicas,
@@ -537,6 +538,10 @@ class Privacy:
             )
         return float(self.expected_batch_size)
 
+    def loss_scale(self, model: keras.Model) -> float:
+        """What the loss of an example is multiplied by; public, too."""
+        return losses.scale_of(model, self.expected_batch_size or 32)
+
     def limits(
         self, model: keras.Model, batch_size: tf.Tensor | None = None
     ) -> methods.Limits:
@@ -703,17 +708,22 @@ def require_trainable(model: keras.Model) -> None:
             "made with add_loss alone are not enough."
         )
     replicas.require_supported(model)
-    optimizer = model.optimizer
+    optimizer = losses.unscaled_optimizer(model)
     if getattr(optimizer, "gradient_accumulation_steps", None):
         raise ValueError(
             "The optimizer has gradient_accumulation_steps="
             f"{optimizer.gradient_accumulation_steps}, which would add noise "
             "at every partial step. Use a larger batch_size instead."
         )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    scaling = keras.optimizers.LossScaleOptimizer
+    if type(model.optimizer) is not scaling and isinstance(
+        model.optimizer, scaling
+    ):
         raise ValueError(
-            "Loss scaling (mixed_float16) is not supported: it would skip "
-            "steps depending on the data. Use mixed_bfloat16 or float32."
+            f"The optimizer {type(model.optimizer).__name__} scales losses in "
+            "a way of its own, which may depend on the data. Use "
+            "keras.optimizers.LossScaleOptimizer around another optimizer, or "
+            "mixed_bfloat16."
         )
     for layer in _keras.layers_of(model):
         if isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix)):

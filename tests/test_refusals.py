@@ -518,18 +518,19 @@ def accumulation_by_the_optimizer():
     return compiled(plain(), optimizer=optimizer)
 
 
-@refused("mixed_float16", "mixed_bfloat16")
-def loss_scaling():
-    layer = layers.Dense(3, dtype="mixed_float16")
-    x = keras.Input((4,))
-    model = keras_fastclip.DPModel(x, layer(x), **SETTINGS)
-    model.dtype_policy = keras.DTypePolicy("mixed_float16")
-    return compiled(model)
+@refused("gradient_accumulation_steps=2", "batch_size")
+def accumulation_below_loss_scaling():
+    optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    return compiled(plain(), optimizer=optimizer)
 
 
-@refused("mixed_float16", "mixed_bfloat16")
-def loss_scaling_by_hand():
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+@refused("OwnScaling", "mixed_bfloat16")
+def loss_scaling_of_another_kind():
+    class OwnScaling(keras.optimizers.LossScaleOptimizer):
+        pass
+
+    optimizer = OwnScaling(keras.optimizers.SGD())
     return compiled(plain(), optimizer=optimizer)
 
 
