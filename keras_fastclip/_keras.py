@@ -29,6 +29,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.parallel_for import pfor
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.util import _pywrap_util_port
 
 __all__ = [
@@ -74,8 +75,24 @@ def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
 
 
 def raw(variable: keras.Variable) -> tf.Variable:
-    """The TensorFlow variable behind a Keras variable."""
-    return variable._value if isinstance(variable, keras.Variable) else variable
+    """The TensorFlow variable behind a Keras variable.
+
+    Of one with a copy for each replica, the copy that is read here.
+    """
+    if isinstance(variable, keras.Variable):
+        variable = variable._value
+    if isinstance(variable, tf.distribute.DistributedValues):
+        variable = variable._get_on_device_or_primary()
+    return variable
+
+
+def variable(value: np.ndarray) -> tf.Variable:
+    """A variable of this process, also under `strategy.scope()`.
+
+    There `tf.Variable` would make one for each replica.
+    """
+    with tf.init_scope():
+        return ResourceVariable(value, trainable=False)
 
 
 def untracked_variables(layer: keras.Layer) -> list[tf.Variable]:
@@ -491,6 +508,44 @@ def train_on(model: keras.Model, data: Any, return_dict: bool) -> Any:
     model.reset_metrics()
     logs = pythonify_logs(model.train_function(iter([data])))
     return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+
+def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
+    """The strategy under which the model was made."""
+    return model._distribute_strategy
+
+
+def is_mirrored(variable: keras.Variable, strategy: Any) -> bool:
+    """Whether each replica of a strategy has a copy of the variable."""
+    owner = getattr(variable._value, "_distribute_strategy", None)
+    return owner is not None and owner.extended is strategy.extended
+
+
+def cross_replica_function(model: keras.Model, step):
+    """A train function whose step takes the batches of all replicas."""
+    if not model.run_eagerly:
+        step = tf.function(step, reduce_retracing=True, autograph=False)
+    step = model._autoconvert_optionals(step)
+    return lambda iterator: step(next(iterator))
+
+
+@contextlib.contextmanager
+def built_already(model: keras.Model):
+    """Has Keras build nothing when it trains a model under a strategy.
+
+    To that end it would take a batch out of the data, which then is not the
+    beginning of a pass, and average the batches of the replicas, which need
+    not be of one size.
+    """
+    held = vars(model)
+    if model._distribute_strategy is None or "_maybe_symbolic_build" in held:
+        yield
+        return
+    held["_maybe_symbolic_build"] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del held["_maybe_symbolic_build"]
 
 
 def save_as(cls: type, original: type) -> None:

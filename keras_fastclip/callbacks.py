@@ -4,9 +4,10 @@ import os
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import _validate, accounting
+from keras_fastclip import _keras, _validate, accounting
 from keras_fastclip.privacy import Budget, BudgetExceededError
 
 
@@ -251,10 +252,8 @@ class Histogram:
     _LEAST, _RATIO, _BINS = 1e-10, 1.05, 1000
 
     def __init__(self):
-        with tf.init_scope():
-            zeros = tf.zeros([self._BINS], tf.int64)
-            self._counts = tf.Variable(zeros, trainable=False)
-            self._clipped = tf.Variable(zeros[0], trainable=False)
+        self._counts = _keras.variable(np.zeros(self._BINS, np.int64))
+        self._clipped = _keras.variable(np.int64(0))
 
     def add(self, squared_norms, real, clip_norm) -> None:
         """Counts the examples of a batch.

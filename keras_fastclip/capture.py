@@ -330,19 +330,23 @@ class Recording:
         return layout
 
     def backward(
-        self, losses: tf.Tensor
+        self, losses: tf.Tensor, scale: float = 1.0
     ) -> tuple[list[Use], set[tuple[str, int]]]:
         """One backward pass, to the ζ's only.
 
         Args:
             losses: one loss for each example.
+            scale: what losses, and so cotangents, are multiplied by.
 
         Returns:
             The terms of all calls that the losses depend on, with their
             cotangents, and the keys of these calls.
         """
         zetas = [zeta for call in self.calls for zeta in call.zetas]
-        gradients = iter(self._tape.gradient(losses, zetas))
+        scales = None if scale == 1 else scale * tf.ones_like(losses)
+        gradients = iter(
+            self._tape.gradient(losses, zetas, output_gradients=scales)
+        )
         uses, reached = [], set()
         for call in self.calls:
             g = [next(gradients) for _ in call.zetas]

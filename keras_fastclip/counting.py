@@ -18,6 +18,8 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
+from keras_fastclip import _keras
+
 POISSON, PASSES, UNKNOWN = range(3)
 
 UNLIMITED = np.iinfo(np.int64).max
@@ -54,23 +56,21 @@ class Counter:
 
     def __init__(self, slots: int):
         def variable(value):
-            value = np.asarray(value, np.int64)
-            return tf.Variable(value, dtype=tf.int64, trainable=False)
+            return _keras.variable(np.asarray(value, np.int64))
 
-        with tf.init_scope():
-            # All steps of the model's life, those before loading included.
-            self.total = variable(0)
-            self.steps = variable(np.zeros((3, slots)))
-            self.uses = variable(np.zeros((3, slots)))
-            # Of the passes at hand: their size, zero if it is not known, the
-            # examples seen since they began, whether they began with a pass,
-            # and the latest slot.
-            self.pass_size = variable(0)
-            self._position = variable(0)
-            self._aligned = variable(1)
-            self._latest_slot = variable(-1)
-            # A step is made only if the uses stay within this.
-            self._allowed = variable(UNLIMITED)
+        # All steps of the model's life, those before loading included.
+        self.total = variable(0)
+        self.steps = variable(np.zeros((3, slots)))
+        self.uses = variable(np.zeros((3, slots)))
+        # Of the passes at hand: their size, zero if it is not known, the
+        # examples seen since they began, whether they began with a pass, and
+        # the latest slot.
+        self.pass_size = variable(0)
+        self._position = variable(0)
+        self._aligned = variable(1)
+        self._latest_slot = variable(-1)
+        # A step is made only if the uses stay within this.
+        self._allowed = variable(UNLIMITED)
 
     def cost(self, poisson: bool, rows: tf.Tensor, slot: tf.Tensor) -> Use:
         """What a step on such a batch would cost; counts nothing yet."""

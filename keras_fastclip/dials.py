@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import _validate
+from keras_fastclip import _keras, _validate
 
 Schedule = keras.optimizers.schedules.LearningRateSchedule
 
@@ -36,11 +36,8 @@ class Multiplier:
     def __init__(self, given: Any):
         self.schedule = given if isinstance(given, Schedule) else None
         self._number: float | None = None
-        with tf.init_scope():
-            # Not a constant of the graph, since loading may change it.
-            self._constant = tf.Variable(
-                np.nan, dtype=tf.float64, trainable=False
-            )
+        # Not a constant of the graph, since loading may change it.
+        self._constant = _keras.variable(np.float64(np.nan))
         if self.schedule is None and given is not None:
             self.set(given)
 
@@ -146,11 +143,8 @@ class ClipNorm:
     def __init__(self, given: Any):
         self.schedule = given if isinstance(given, Schedule) else None
         self.adaptive = given if isinstance(given, AdaptiveNorm) else None
-        with tf.init_scope():
-            # Not a constant of the graph, since it may be changed.
-            self._value = tf.Variable(
-                first_norm(given), dtype=tf.float64, trainable=False
-            )
+        # Not a constant of the graph, since it may be changed.
+        self._value = _keras.variable(np.float64(first_norm(given)))
 
     @property
     def value(self) -> float:

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import _keras, _validate, sampling
+from keras_fastclip import _keras, _validate, replicas, sampling
 from keras_fastclip.callbacks import PassBegin, PassEnd, PrivacyBudget
 from keras_fastclip.privacy import Source
 
@@ -84,7 +84,7 @@ def drawn_here(
         if validation_split and validation_data is None:
             arrays, validation_data = sampling.split(arrays, validation_split)
         if class_weight is not None:
-            arrays = _with_class_weight(arrays, class_weight)
+            arrays = with_class_weight(arrays, class_weight)
         count = sampling.num_examples_of(arrays)
         batch_size = min(32, count) if batch_size is None else batch_size
         source = sampling.PoissonDataset(*arrays, batch_size=batch_size)
@@ -94,7 +94,9 @@ def drawn_here(
         some, source = transform(some), source.transformed(transform)
     static_shapes = bool(model.jit_compile)
     draw = source.batches if poisson else source.passes
-    batches = draw(privacy.sampling_rng, static_shapes)
+    draw = functools.partial(draw, privacy.sampling_rng, static_shapes)
+    strategy = replicas.strategy_of(model)
+    batches = draw() if strategy is None else replicas.data(strategy, draw)
     steps = steps_per_epoch or math.ceil(count / batch_size)
     keras_steps = steps
     if model.steps_per_execution > 1:
@@ -217,7 +219,8 @@ def _refuse(what, **arguments):
             raise ValueError(f"`{name}` cannot be given with {what}.")
 
 
-def _with_class_weight(arrays, class_weight):
+def with_class_weight(arrays: tuple, class_weight: Any) -> tuple:
+    """(x, y, sample_weight) with the weights of the classes of `y`."""
     x, y, sample_weight = arrays
     if sample_weight is not None:
         raise ValueError(

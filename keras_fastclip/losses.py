@@ -9,6 +9,7 @@ by the sample weights keeps a weight that belongs to a whole example, which in
 a batch of one would be divided by itself.
 """
 
+import math
 import warnings
 from typing import Any
 
@@ -230,6 +231,39 @@ def _scalar_loss_message(layer):
         "which cannot be clipped by example. Give one value for each example, "
         "shape (batch,), or set the coefficient of this loss to zero."
     )
+
+
+def scale_of(model: keras.Model, batch_size: int) -> float:
+    """What the loss of an example is multiplied by before the backward pass.
+
+    In float16 small cotangents would be lost otherwise. The scale is the first
+    one of Keras's `LossScaleOptimizer` (`initial_scale`), or the optimizer's
+    `loss_scale_factor`. Those are for the mean over a batch, so the scale is
+    divided by the expected batch size; and it is rounded down to a power of
+    two, so that taking it out again rounds nothing. It never changes: one that
+    follows the data, as Keras's does, would let an example act through the
+    rounding of others.
+    """
+    optimizer = model.optimizer
+    if not _keras.computes_in_half(model):
+        return 1.0
+    given = optimizer.loss_scale_factor
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        given = optimizer.initial_scale
+    scale = (given or 1.0) / batch_size
+    return max(1.0, 2.0 ** math.floor(math.log2(scale)))
+
+
+def unscaled_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
+    """The optimizer to which gradients go whose scale was taken out.
+
+    A `LossScaleOptimizer` leaves out steps, and changes its scale, where a
+    gradient is not finite; here that is seen to for each example by itself.
+    """
+    optimizer = model.optimizer
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer.inner_optimizer
+    return optimizer
 
 
 def regularization(

@@ -223,6 +223,7 @@ def clipped_sums(
     batch_size: tf.Tensor,
     real: tf.Tensor | None = None,
     backward: Backward | None = None,
+    scale: float = 1.0,
 ) -> tuple[dict[int, tf.Tensor], tf.Tensor, tf.Tensor]:
     """Norms, factors and the clipped sum.
 
@@ -234,6 +235,8 @@ def clipped_sums(
         real: (batch,), false for rows that only fill up the batch.
         backward: the second backward pass, for methods that have one: maps
             factors (batch,) and weights to the gradients of Σᵢ cᵢ·lossᵢ.
+        scale: what the losses were multiplied by, a power of two; norms and
+            sums are those of the losses themselves.
 
     Returns:
         The sums by id of the variable, the squared norms (groups, batch), and
@@ -249,6 +252,8 @@ def clipped_sums(
     for part, norm in zip(parts, norms, strict=True):
         squared[groups[part.path]] += norm
     squared = tf.stack(squared)
+    if scale != 1:
+        squared /= scale**2
     factors = clipping.bounded_factors(squared)
     if real is not None:
         factors = tf.where(real, factors, tf.zeros_like(factors))
@@ -258,6 +263,8 @@ def clipped_sums(
     for group in range(count):
         own = [part for part in parts if groups[part.path] == group]
         sums |= _weighted_sums(own, factors[group], usual, backward)
+    if scale != 1:
+        sums = {key: total / scale for key, total in sums.items()}
     return sums, squared, factors
 
 

@@ -22,6 +22,7 @@ from keras_fastclip import (
     methods,
     naive,
     physical,
+    replicas,
     sampling,
     training_log,
 )
@@ -65,10 +66,10 @@ def clip(
     """
     privacy, (x, y, sample_weight) = model._privacy, batch
     plan, method = privacy.plan(model, batch), privacy.method
-    clipping = privacy.clipping_now()
+    clipping, scale = privacy.clipping_now(), privacy.loss_scale(model)
     if method.norm == "loop":
         return Clipped(
-            *naive.clip(model, batch, plan, clipping, real, training)
+            *naive.clip(model, batch, plan, clipping, real, training, scale)
         )
     batch_size = tf.shape(losses.first_tensor(x))[0]
     # In half precision, a second pass would round what the first did not.
@@ -78,7 +79,7 @@ def clip(
         example_losses = losses.per_example_losses(
             model, x, y, y_pred, sample_weight, real
         )
-    uses, _ = recording.backward(example_losses)
+    uses, _ = recording.backward(example_losses, scale)
     parts = make_parts(uses)
     methods.set_ways(parts, method, privacy.limits(model, batch_size))
     again = functools.partial(recording.backward_again, example_losses)
@@ -89,6 +90,7 @@ def clip(
         batch_size,
         real,
         again if twice else None,
+        scale,
     )
     return Clipped(*clipped, y_pred, example_losses)
 
@@ -107,20 +109,32 @@ class PrivateTraining:
         `noise_multiplier` times that sensitivity on the sum.
         """
         privacy = self._privacy
+        replicas.refuse_own_loops(self)
         batch, real, poisson = sampling.unpack(data)
         rows = tf.shape(losses.first_tensor(batch[0]))[0]
         use = privacy.cost(poisson, real, rows)
 
         def step():
-            penalty, penalty_gradients = losses.regularization(self)
-            sums, balance, logs = _clipped_sum(self, batch, real, penalty)
-            means = privacy.noised_mean(sums, use, balance)
-            gradients = _gradients(self, means, penalty_gradients)
-            with tf.control_dependencies(gradients[:1]):  # No batch, no step.
-                self.optimizer.apply(gradients, self.trainable_variables)
+            sums, balance, logs = _clipped_sum(self, batch, real)
+            _update(self, privacy.noised_mean(sums, use, balance))
             return logs
 
         return privacy.within_budget(use, step, self.get_metrics_result)
+
+    def make_train_function(self, force=False):
+        if replicas.strategy_of(self) is None:
+            feeding.inherited(self, "make_train_function")(force)
+        elif self.train_function is None or force:
+            self.train_function = _keras.cross_replica_function(
+                self,
+                functools.partial(
+                    replicas.train_step,
+                    self,
+                    clipped_sum=lambda *batch: _clipped_sum(self, *batch)[:2],
+                    update=lambda means: _update(self, means),
+                ),
+            )
+        return self.train_function
 
     def clipped_gradients(
         self, x: Any, y: Any = None, sample_weight: Any = None
@@ -206,6 +220,7 @@ class PrivateTraining:
         validation_batch_size = validation_batch_size or batch_size
         with (
             privacy.fitting(self, feed.source),
+            _keras.built_already(self),
             feeding.own_callbacks(self, callbacks, feed) as callbacks,
         ):
             privacy.prepare(self, feed.some, feed.batch_size)
@@ -234,21 +249,28 @@ class PrivateTraining:
         class_weight=None,
         return_dict=False,
     ):
-        privacy = self._privacy
+        privacy, strategy = self._privacy, replicas.strategy_of(self)
         transform = _keras.preprocessing_of(self)
         if isinstance(x, sampling.DrawnBatch):
             data, source = x.take(), Source(True, x.num_examples, x.batch_size)
             if transform is not None:
                 data = data._replace(batch=transform(data.batch))
             batch, size = sampling.unpack(data).batch, x.batch_size
-            step = functools.partial(
-                _keras.train_on, self, data, return_dict=return_dict
-            )
         else:
             batch, source = sampling.as_arrays((x, y, sample_weight)), None
             size = None
             if transform is not None:
                 batch = transform(batch)
+            data = batch
+            if strategy is not None and class_weight is not None:
+                data = feeding.with_class_weight(batch, class_weight)
+        if strategy is not None:
+            data = replicas.divided(strategy, data)
+        if strategy is not None or source is not None:
+            step = functools.partial(
+                _keras.train_on, self, data, return_dict=return_dict
+            )
+        else:
             step = functools.partial(
                 feeding.inherited(self, "train_on_batch"),
                 x,
@@ -312,9 +334,10 @@ class PrivateTraining:
         return int(self._privacy.nonfinite.numpy())
 
 
-def _clipped_sum(model, batch, real, penalty):
+def _clipped_sum(model, batch, real):
     """The clipped sum over a batch, chunk by chunk, each of which is logged."""
     privacy = model._privacy
+    penalty, _ = losses.regularization(model)
     logs = {}
 
     def add(batch, real):
@@ -322,7 +345,7 @@ def _clipped_sum(model, batch, real, penalty):
         logs.update(training_log.update(model, batch, real, clipped, penalty))
         return clipped.sums, privacy.balance(clipped.squared_norms, real)
 
-    size = privacy.physical_batch_size()
+    size = privacy.physical_batch_size(model)
     rows = losses.first_tensor(batch[0]).shape[0]
     if size is None or rows is not None and rows <= size:
         return *add(batch, real), logs
@@ -331,10 +354,29 @@ def _clipped_sum(model, batch, real, penalty):
     return *totals, model.get_metrics_result()
 
 
+def _update(model, means):
+    """Has the optimizer make a step.
+
+    Args:
+        model: the model.
+        means: noised gradients by id of the weight; None if another replica
+            has them, whose gradients the optimizer adds up.
+    """
+    if means is None:
+        gradients = [
+            tf.zeros(v.shape, v.dtype) for v in model.trainable_variables
+        ]
+    else:
+        gradients = _gradients(model, means, losses.regularization(model)[1])
+    optimizer = losses.unscaled_optimizer(model)
+    with tf.control_dependencies(gradients[:1]):  # No batch, no step.
+        optimizer.apply(gradients, model.trainable_variables)
+
+
 def _gradients(model, means, penalty_gradients):
     """What the optimizer gets for each of the trainable variables."""
-    # The optimizer divides by its loss scale; here no loss was scaled.
-    scale = model.optimizer.loss_scale_factor or 1
+    # The optimizer divides by its loss scale; these are not scaled any more.
+    scale = losses.unscaled_optimizer(model).loss_scale_factor or 1
     gradients = []
     for variable in model.trainable_variables:
         # Weights that the loss does not depend on get no noise either.

@@ -24,6 +24,7 @@ def clip(
     clipping: Clipping,
     real: tf.Tensor | None,
     training: bool,
+    scale: float,
 ) -> tuple:
     """As the other methods: the fields of `model.Clipped`."""
     group_of = groups_of_weights(plan, clipping)
@@ -42,10 +43,16 @@ def clip(
             y_pred = _keras.call_model(model, x, training)
             loss = per_example_losses(model, x, y, y_pred, sample_weight)
         gradients = tape.gradient(
-            loss, raw, unconnected_gradients=tf.UnconnectedGradients.ZERO
+            loss,
+            raw,
+            output_gradients=None if scale == 1 else scale * tf.ones_like(loss),
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
         )
         gradients = [
-            tf.ensure_shape(at_least_float32(tf.convert_to_tensor(g)), v.shape)
+            at_least_float32(tf.convert_to_tensor(g)) for g in gradients
+        ]
+        gradients = [
+            tf.ensure_shape(g / scale, v.shape)
             for g, v in zip(gradients, variables, strict=True)
         ]
         squares = [tf.zeros([], dtype)] * count

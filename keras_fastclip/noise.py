@@ -37,13 +37,8 @@ class GaussianNoise:
         secret = [secrets.randbits(64), secrets.randbits(64)]
         if seed is not None:
             secret = [int(seed), 0]
-        with tf.init_scope():
-            # Held as signed integers, which all devices have. Never saved.
-            self._secret = tf.Variable(
-                [word - (1 << 64) if word >> 63 else word for word in secret],
-                dtype=tf.int64,
-                trainable=False,
-            )
+        # Held as signed integers, which all devices have. Never saved.
+        self._secret = _keras.variable(np.array(secret, np.uint64).view("i8"))
 
     def add(
         self,

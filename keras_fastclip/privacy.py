@@ -18,8 +18,10 @@ from keras_fastclip import (
     clipping,
     counting,
     dials,
+    losses,
     methods,
     physical,
+    replicas,
 )
 from keras_fastclip.accounting import (
     Ledger,
@@ -98,10 +100,9 @@ class Privacy:
     def __init__(self, settings: Settings):
         self.noise = GaussianNoise(settings.seed)
         self.sampling_rng = np.random.default_rng(settings.seed)
-        with tf.init_scope():
-            self.nonfinite = tf.Variable(0, dtype=tf.int64, trainable=False)
-            # Whether something stops training when a step was refused.
-            self._stops = tf.Variable(False, trainable=False)
+        self.nonfinite = _keras.variable(np.int64(0))
+        # Whether something stops training when a step was refused.
+        self._stops = _keras.variable(np.bool_(False))
         # Public, and the same for all records that continue one another.
         self._run = secrets.token_hex(8)
         self._ledger = Ledger()
@@ -553,6 +554,10 @@ class Privacy:
             )
         return float(self.expected_batch_size)
 
+    def loss_scale(self, model: keras.Model) -> float:
+        """What the loss of an example is multiplied by; public, too."""
+        return losses.scale_of(model, self.expected_batch_size or 32)
+
     def limits(
         self, model: keras.Model, batch_size: tf.Tensor | None = None
     ) -> methods.Limits:
@@ -560,9 +565,11 @@ class Privacy:
         known = None
         if batch_size is not None:
             known = tf.get_static_value(batch_size)
-        size = int(self.expected_batch_size or known or 32)
+        size = int(known or 32)
+        if self.expected_batch_size is not None:
+            size = self._part_of_batch(model)
         return methods.Limits(
-            batch=min(size, self.physical_batch_size() or size),
+            batch=min(size, self.physical_batch_size(model) or size),
             budget=self.settings.memory_budget,
             # With a seed, runs are to be the same everywhere.
             measured=self.settings.seed is None,
@@ -570,14 +577,18 @@ class Privacy:
             ways=self.settings.ways,
         )
 
-    def physical_batch_size(self) -> int | None:
+    def physical_batch_size(self, model: keras.Model) -> int | None:
         """How many examples go through the model at a time."""
         size = self.settings.physical_batch_size
         if size == "auto":
-            logical = int(self.expected_batch_size or 32)
             numbers = (0, 0) if self._plan is None else self._plan.numbers
-            return physical.auto_size(numbers, logical)
+            return physical.auto_size(numbers, self._part_of_batch(model))
         return size
+
+    def _part_of_batch(self, model):
+        """How many examples a replica is expected to get."""
+        size = int(self.expected_batch_size or 32)
+        return -(-size // replicas.count(model))
 
     def notes(self) -> list[str]:
         """What a statement should say beside the ledger."""
@@ -611,9 +622,10 @@ class Privacy:
         if self.settings.expected_batch_size is None and batch_size is not None:
             self.expected_batch_size = batch_size
         new_size = self.denominator() != size
-        if self.plan(model, batch) is not plan or new_size:
-            model.train_function = None
-        _keras.make_state(model, *batch[:2])
+        with model.distribute_strategy.scope():
+            if self.plan(model, batch) is not plan or new_size:
+                model.train_function = None
+            _keras.make_state(model, *batch[:2])
 
     def plan(self, model: keras.Model, batch: tuple[Any, Any, Any]) -> Plan:
         """The plan for the model as it is now; checks it if it is new.
@@ -711,23 +723,23 @@ def require_trainable(model: keras.Model) -> None:
             "Private training needs a loss: pass `loss=` to `compile`. Losses "
             "made with add_loss alone are not enough."
         )
-    # The strategy under which the model was made, or else the present one.
-    if model.distribute_strategy.num_replicas_in_sync > 1:
-        raise ValueError(
-            "Training on several replicas is not supported yet: make and train "
-            "the model outside `strategy.scope()`."
-        )
-    optimizer = model.optimizer
+    replicas.require_supported(model)
+    optimizer = losses.unscaled_optimizer(model)
     if getattr(optimizer, "gradient_accumulation_steps", None):
         raise ValueError(
             "The optimizer has gradient_accumulation_steps="
             f"{optimizer.gradient_accumulation_steps}, which would add noise "
             "at every partial step. Use a larger batch_size instead."
         )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    scaling = keras.optimizers.LossScaleOptimizer
+    if type(model.optimizer) is not scaling and isinstance(
+        model.optimizer, scaling
+    ):
         raise ValueError(
-            "Loss scaling (mixed_float16) is not supported: it would skip "
-            "steps depending on the data. Use mixed_bfloat16 or float32."
+            f"The optimizer {type(model.optimizer).__name__} scales losses in "
+            "a way of its own, which may depend on the data. Use "
+            "keras.optimizers.LossScaleOptimizer around another optimizer, or "
+            "mixed_bfloat16."
         )
     for layer in _keras.layers_of(model):
         if isinstance(layer, (keras.layers.MixUp, keras.layers.CutMix)):

@@ -24,6 +24,18 @@ from keras_fastclip import _validate
 # from b = 10 on (1e6 at b = 1), so static shapes have one shape in practice.
 _CAPACITY_DEVIATIONS = 8.0
 
+# Tags of draws. Sums of them over replicas stay far within 64 bits.
+TAGS = 1 << 40
+NO_TAG = np.int64(-1)
+
+# Indices, which of them were drawn, and the tag.
+Draw = tuple[np.ndarray, np.ndarray, np.int64]
+_DRAW_SPEC = (
+    tf.TensorSpec((None,), tf.int64),
+    tf.TensorSpec((None,), tf.bool),
+    tf.TensorSpec((), tf.int64),
+)
+
 
 class PoissonBatch(NamedTuple):
     """A batch, and which of its rows were drawn; others fill it up.
@@ -40,6 +52,18 @@ class PassBatch(NamedTuple):
 
     batch: Any
     real: tf.Tensor
+
+
+class Part(NamedTuple):
+    """What one of several replicas gets of a batch.
+
+    Attributes:
+        data: a `PoissonBatch`, a `PassBatch`, or what a user gave.
+        tag: random, and the same for all parts of a batch.
+    """
+
+    data: Any
+    tag: tf.Tensor
 
 
 class Unpacked(NamedTuple):
@@ -302,9 +326,12 @@ class PoissonDataset:
         return batch
 
     def batches(
-        self, rng: np.random.Generator, static_shapes: bool = False
+        self,
+        rng: np.random.Generator,
+        static_shapes: bool = False,
+        parts: int | None = None,
     ) -> tf.data.Dataset:
-        """An endless data set of `PoissonBatch`.
+        """An endless data set of `PoissonBatch`, or of `Part`s of them.
 
         Args:
             rng: Source of randomness. Each new iterator continues its stream,
@@ -314,6 +341,9 @@ class PoissonDataset:
             static_shapes: If true, pad every batch to `capacity(b, N)` rows,
                 so that XLA compiles once. If false, pad only an empty batch,
                 to one row. Padding rows are copies of the first example.
+            parts: Number of replicas, each of which gets a part of the draw.
+                The parts of a draw follow one another, none has a row of
+                another one, and together they are the draw.
         """
         if self._load is None:
             return poisson_dataset(
@@ -322,6 +352,7 @@ class PoissonDataset:
                 rng,
                 static_shapes=static_shapes,
                 transforms=self._transforms,
+                parts=parts,
             )
         draws = functools.partial(
             _poisson_draws,
@@ -329,29 +360,35 @@ class PoissonDataset:
             self.batch_size,
             rng,
             static_shapes,
+            parts,
         )
-        return _finish(self._loading(draws), self._transforms, PoissonBatch)
+        data = self._loading(draws)
+        return _finish(data, self._transforms, PoissonBatch, parts)
 
     def passes(
-        self, rng: np.random.Generator, static_shapes: bool = False
+        self,
+        rng: np.random.Generator,
+        static_shapes: bool = False,
+        parts: int | None = None,
     ) -> tf.data.Dataset:
         """An endless data set of `PassBatch`: shuffled passes over arrays.
 
         What Keras does by itself, and not Poisson sampling. The last batch of
-        a pass may be smaller; with static shapes it is padded.
+        a pass may be smaller; with static shapes it is padded. Arguments as
+        for `batches`.
         """
         size, batch_size = self.num_examples, self.batch_size
         multiple = batch_size if static_shapes else 1
 
-        def draws() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        def draws() -> Iterator[Draw]:
             while True:
                 order = rng.permutation(size).astype(np.int64)
                 for start in range(0, size, batch_size):
                     rows = order[start : start + batch_size]
-                    yield _pad(rows, padded_size(len(rows), multiple))
+                    yield from _padded(rows, multiple, rng, parts)
 
         data = _gathered(draws, self._arrays)
-        return _finish(data, self._transforms, PassBatch)
+        return _finish(data, self._transforms, PassBatch, parts)
 
     def __iter__(self) -> Iterator[DrawnBatch]:
         for data in self.batches(np.random.default_rng()):
@@ -371,8 +408,8 @@ class PoissonDataset:
         present, leaves = _flattened(self._loaded(np.zeros(1, np.int64)))
 
         def batches():
-            for indices, mask in draws():
-                yield *_flattened(self._loaded(indices))[1], mask
+            for indices, *rest in draws():
+                yield *_flattened(self._loaded(indices))[1], *rest
 
         specs = [
             tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype)
@@ -380,10 +417,10 @@ class PoissonDataset:
         ]
         data = tf.data.Dataset.from_generator(
             batches,
-            output_signature=(*specs, tf.TensorSpec((None,), tf.bool)),
+            output_signature=(*specs, *_DRAW_SPEC[1:]),
         )
         return data.map(
-            lambda *leaves: (_unflatten(present, leaves[:-1]), leaves[-1])
+            lambda *leaves: (_unflatten(present, leaves[:-2]), *leaves[-2:])
         )
 
 
@@ -394,6 +431,7 @@ def poisson_dataset(
     *,
     static_shapes: bool,
     transforms: Sequence[Callable[[Any], Any]] = (),
+    parts: int | None = None,
 ) -> tf.data.Dataset:
     """As `PoissonDataset.batches`, for arrays of any structure.
 
@@ -403,17 +441,28 @@ def poisson_dataset(
     size = num_examples_of(arrays)
     _check_batch_size(expected_batch_size, size)
     draws = functools.partial(
-        _poisson_draws, size, expected_batch_size, rng, static_shapes
+        _poisson_draws, size, expected_batch_size, rng, static_shapes, parts
     )
-    return _finish(_gathered(draws, arrays), transforms, PoissonBatch)
+    data = _gathered(draws, arrays)
+    return _finish(data, transforms, PoissonBatch, parts)
 
 
-def _poisson_draws(size, batch_size, rng, static_shapes):
-    """Indices and masks of one draw after the other."""
+def _poisson_draws(size, batch_size, rng, static_shapes, parts):
+    """Indices, masks and tags of one draw after the other."""
     multiple = capacity(batch_size, size) if static_shapes else 1
     while True:
         indices = poisson_indices(size, batch_size, rng)
-        yield _pad(indices, padded_size(len(indices), multiple))
+        yield from _padded(indices, multiple, rng, parts)
+
+
+def _padded(indices, multiple, rng, parts) -> Iterator[Draw]:
+    """A draw, or the parts of it, each with the same random tag."""
+    if parts is None:
+        yield *pad(indices, padded_size(len(indices), multiple)), NO_TAG
+        return
+    tag, multiple = rng.integers(TAGS), -(-multiple // parts)
+    for part in np.array_split(indices, parts):
+        yield *pad(part, padded_size(len(part), multiple)), tag
 
 
 def _gathered(draws, arrays):
@@ -427,17 +476,11 @@ def _gathered(draws, arrays):
         )
 
     def gather(draw, tensors):
-        indices, mask = draw
+        indices, mask, tag = draw
         rows = [tf.gather(tensor, indices) for tensor in tensors]
-        return _unflatten(present, rows), mask
+        return _unflatten(present, rows), mask, tag
 
-    data = tf.data.Dataset.from_generator(
-        draws,
-        output_signature=(
-            tf.TensorSpec((None,), tf.int64),
-            tf.TensorSpec((None,), tf.bool),
-        ),
-    )
+    data = tf.data.Dataset.from_generator(draws, output_signature=_DRAW_SPEC)
     # Zipping hands the tensors over by reference; captured by the mapped
     # function they would become part of its graph.
     data = tf.data.Dataset.zip(
@@ -446,16 +489,21 @@ def _gathered(draws, arrays):
     return data.map(gather, num_parallel_calls=tf.data.AUTOTUNE)
 
 
-def _finish(data, transforms, kind):
+def _finish(data, transforms, kind, parts):
     for transform in transforms:
         data = data.map(
-            lambda batch, mask, transform=transform: (
+            lambda batch, *rest, transform=transform: (
                 keras.tree.lists_to_tuples(transform(batch)),
-                mask,
+                *rest,
             ),
             num_parallel_calls=tf.data.AUTOTUNE,
         )
-    data = data.map(kind)
+
+    def finished(batch, mask, tag):
+        batch = kind(batch, mask)
+        return batch if parts is None else Part(batch, tag)
+
+    data = data.map(finished)
     data = data.apply(
         tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
     )
@@ -589,7 +637,7 @@ def _check_batch_size(expected_batch_size: float, num_examples: int) -> None:
         )
 
 
-def _pad(indices: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def pad(indices: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Appends index 0 up to `rows`; returns the indices and the mask."""
     padded = np.zeros(rows, np.int64)
     padded[: len(indices)] = indices

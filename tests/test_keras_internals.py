@@ -498,3 +498,82 @@ def test_state_of_models_that_begin_with_reshape_is_made_later():
     model(x)
     _keras.make_state(model, x, x)
     assert model.optimizer.built
+
+
+# -- tf.distribute -----------------------------------------------------------
+
+
+@pytest.fixture
+def strategy():
+    return tf.distribute.MirroredStrategy(["CPU:0"])
+
+
+def test_variable_is_of_this_process_also_under_a_strategy(strategy):
+    with strategy.scope():
+        plain = _keras.variable(np.int64(3))
+        mirrored = tf.Variable(3)
+    assert isinstance(mirrored, tf.distribute.DistributedValues)
+    assert not isinstance(plain, tf.distribute.DistributedValues)
+    assert isinstance(plain, tf.Variable) and not plain.trainable
+    assert plain.dtype == tf.int64 and plain.numpy() == 3
+
+
+def test_raw_of_a_mirrored_variable_is_the_copy_that_is_read(strategy):
+    with strategy.scope():
+        model = small()
+        raw = _keras.raw(model.trainable_variables[0])
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(raw)  # That takes no mirrored variable here.
+            y = model(tf.ones((2, 4)))
+        assert tape.gradient(y, raw) is not None
+        with pytest.raises(ValueError, match="replica context"):
+            tape.watch(model.trainable_variables[0]._value)
+    assert not isinstance(raw, tf.distribute.DistributedValues)
+
+
+def test_strategy_of_a_model_and_of_its_variables(strategy):
+    alone = small()
+    with strategy.scope():
+        model = small()
+        assert _keras.strategy_of(alone) is None
+    assert _keras.strategy_of(model) is strategy
+    assert _keras.is_mirrored(model.variables[0], strategy)
+    assert not _keras.is_mirrored(alone.variables[0], strategy)
+    other = tf.distribute.MirroredStrategy(["CPU:0"])
+    assert not _keras.is_mirrored(model.variables[0], other)
+
+
+def test_keras_takes_a_batch_to_build_a_model_that_is_built(
+    strategy, monkeypatch
+):
+    with strategy.scope():
+        model = small()
+        model.compile("sgd", "mse")
+    calls = []
+    monkeypatch.setattr(
+        model, "_symbolic_build", lambda data_batch: calls.append(data_batch)
+    )
+    data = tf.data.Dataset.from_tensors((tf.ones((2, 4)), tf.ones((2, 2))))
+    with _keras.built_already(model):
+        model.fit(data, verbose=0)
+    assert calls == []
+    model.fit(data, verbose=0)
+    assert len(calls) == 1
+    assert "_maybe_symbolic_build" not in vars(model)
+
+
+def test_cross_replica_function_gives_a_step_the_next_batch():
+    model = small()
+    model.compile("sgd", "mse")
+    traces = []
+
+    def step(data):
+        traces.append(data)
+        return data + 1
+
+    batches = iter([tf.constant(1), tf.constant(2)])
+    run = _keras.cross_replica_function(model, step)
+    assert [int(run(batches)), int(run(batches))] == [2, 3]
+    assert len(traces) == 1
+    with pytest.raises(StopIteration):
+        run(batches)

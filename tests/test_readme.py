@@ -129,3 +129,17 @@ def test_functions_that_the_guarantee_names_exist():
                 found = sys.modules.get(full) or getattr(found, part)
             else:
                 found = getattr(found, part)
+
+
+def test_several_devices():
+    rng = np.random.default_rng(0)
+    names = {
+        "keras": keras,
+        "keras_fastclip": keras_fastclip,
+        "tf": tf,
+        "x": rng.normal(size=(512, 8)).astype("float32"),
+        "y": rng.integers(0, 10, 512),
+    }
+    exec(block_with("MirroredStrategy"), names)
+    (entry,) = names["model"]._privacy.ledger(names["model"]).entries
+    assert (entry.mechanism.kind, entry.steps) == ("poisson_sampling", 2)

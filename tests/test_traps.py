@@ -1255,17 +1255,15 @@ class TestPrecision:
         keras.config.set_dtype_policy(policy)
         return around(layers.Dense(4), **settings)
 
-    @pytest.mark.parametrize("by_hand", [False, True])
-    def test_loss_scaling_is_refused(self, by_hand):
-        """Until steps that it skips are accounted for."""
-        model = self.under("float32" if by_hand else "mixed_float16")
-        if by_hand:
-            sgd = keras.optimizers.SGD(1.0)
-            optimizer = keras.optimizers.LossScaleOptimizer(sgd)
-            compiled(model, optimizer=optimizer)
-        refuses(model, "Loss scaling", "mixed_float16", "mixed_bfloat16")
-        if not by_hand:
-            self.test_half_precision("mixed_bfloat16")
+    def test_loss_scaling_of_another_kind(self):
+        """It might depend on the data. Keras's own: in test_precision.py."""
+
+        class Own(keras.optimizers.LossScaleOptimizer):
+            pass
+
+        model = self.under("mixed_float16")
+        compiled(model, optimizer=Own(keras.optimizers.SGD(1.0)))
+        refuses(model, "Own", "LossScaleOptimizer", "mixed_bfloat16")
 
     @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
     def test_half_precision(self, policy):
@@ -1298,9 +1296,9 @@ class TestPrecision:
 
 
 class TestReplicas:
-    """2 and more replicas, workers: refused until they are supported.
+    """2 and more replicas, workers: right under a MirroredStrategy.
 
-    With real devices in test_refusals.py.
+    Those are in test_distribution.py; other strategies are refused.
     """
 
     def test_two(self):
@@ -1308,7 +1306,7 @@ class TestReplicas:
         model._distribute_strategy = types.SimpleNamespace(
             num_replicas_in_sync=2
         )
-        refuses(model, "several replicas", "outside `strategy.scope()`")
+        refuses(model, "several replicas", "MirroredStrategy")
         model._distribute_strategy = None
         right(model)
 
