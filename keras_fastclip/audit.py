@@ -7,7 +7,7 @@ a lower bound on ε, with a confidence (Steinke, Nasr & Jagielski, 2023).
 
 Two bounds are computed from the number of right guesses:
 
-- for any (ε, δ)-private training (their theorem 5.2);
+- for any (ε, δ)-private training;
 - for training with a given trade-off between the errors of a guesser
   (Mahloujifar, Melis & Chaudhuri, 2024), which is tighter. The trade-off that
   the model's ledger claims is tested as it is; and among those of Gaussian
@@ -570,7 +570,7 @@ def probability_bound(
     """The most likely that so many guesses are right, or more.
 
     For any (ε, δ)-private training and any guesser who makes that many
-    guesses about that many coins (Steinke et al., 2023, theorem 5.2).
+    guesses about that many coins (Steinke et al., 2023).
     """
     tail = scipy.stats.binom.sf(
         np.arange(correct, -1, -1) - 1, guesses, scipy.special.expit(epsilon)
@@ -590,7 +590,7 @@ def is_refuted(
     """Whether so many right guesses have a probability below tau.
 
     For any training that trades errors as `least` says, and any guesser
-    (Mahloujifar et al., 2024, algorithm 3, for two possible values).
+    (Mahloujifar et al., 2024, for two possible values).
 
     Args:
         least: the least probability that an event of the given probability
