@@ -402,6 +402,12 @@ class _Examples:
     name = "examples"
 
     def __init__(self, model, data, canaries, rng):
+        if model._privacy.clip_norm.adaptive is not None:
+            # An example of weight zero is still counted as a short one.
+            raise ValueError(
+                "Canaries that are examples need a clip norm that does not "
+                'adapt. Pass canaries="gradients", or a number as l2_norm_clip.'
+            )
         x, y, weight = data
         size = sampling.num_examples_of((x, y))
         self.count = sampling.num_examples_of(canaries)

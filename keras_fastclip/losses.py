@@ -251,7 +251,8 @@ def scale_of(model: keras.Model, batch_size: int) -> float:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         given = optimizer.initial_scale
     scale = (given or 1.0) / batch_size
-    return max(1.0, 2.0 ** math.floor(math.log2(scale)))
+    # The square of the scale must be a number of float32, too.
+    return min(max(1.0, 2.0 ** math.floor(math.log2(scale))), 2.0**32)
 
 
 def unscaled_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:

@@ -87,9 +87,11 @@ class Part:
 
     def _find_traits(self):
         uses = self.uses
-        has_ghost = all(use.term.has_omega for use in uses) and (
-            len(uses) == 1 or shared.can_join(uses)
-        )
+        # Without an adjoint the sum is of gradients that were built, and
+        # another norm than theirs need not bound it: a rule of a user may
+        # take its own in half precision.
+        has_ghost = self.has_adjoint and all(u.term.has_omega for u in uses)
+        has_ghost &= len(uses) == 1 or shared.can_join(uses)
         tables = [isinstance(use.term, Lookup) for use in uses]
         is_table = has_ghost and any(tables)
         if len(uses) > 1:

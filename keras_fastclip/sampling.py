@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import _validate
+from keras_fastclip import _keras, _validate
 
 # A Binomial(N, b/N) count exceeds b + 8 sqrt(b) less than once in 1e10 draws
 # from b = 10 on (1e6 at b = 1), so static shapes have one shape in practice.
@@ -98,6 +98,8 @@ def never_empty(batch: Any) -> tuple[Any, tf.Tensor | None]:
     their inputs come out in another shape.
     """
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    if not (_keras.on_cpu() and _keras.uses_onednn()):
+        return batch, None
     if leaves[0].shape[0] or not all(map(_can_be_padded, leaves)):
         return batch, None
     count = tf.shape(leaves[0])[0]

@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from keras_fastclip import _keras
+from keras_fastclip.registry.terms import squared_norm
+
 AT_ONCE = 4
 _PARALLEL = 2
 # So many examples are worked on at a time.
@@ -178,6 +181,8 @@ class KeptInTurns:
 
 def norm_of_one(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
     """The squared norm of the gradients of one example, (1,)."""
+    if not _keras.on_cpu():
+        return tf.add_n([squared_norm(gradient) for gradient in gradients])
     # l2_loss is half of it, in one pass.
     halves = [tf.nn.l2_loss(gradient) for gradient in gradients]
     return tf.reshape(2 * tf.add_n(halves), [1])

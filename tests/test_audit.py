@@ -416,6 +416,20 @@ def test_models_that_cannot_be_audited_are_refused():
         )
 
 
+def test_example_canaries_need_a_clip_norm_that_does_not_adapt():
+    x, y = data()
+    model = keras_fastclip.DPSequential(
+        [keras.layers.Dense(10)],
+        l2_norm_clip=keras_fastclip.AdaptiveNorm(1.0, 0.5),
+        noise_multiplier=1.0,
+    )
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+    with pytest.raises(ValueError, match="clip norm that does not adapt"):
+        keras_fastclip.audit(
+            model, x, y, delta=DELTA, canaries="examples", num_canaries=10
+        )
+
+
 def test_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     report = audited(rate=0.5, steps=1, sigma=1.0, canaries=100)

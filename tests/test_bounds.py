@@ -16,7 +16,8 @@ from keras_fastclip.clipping import FlatClipping
 from keras_fastclip.parts import Part
 from keras_fastclip.planner import Way
 from keras_fastclip.registry import linear
-from keras_fastclip.registry.terms import ONE_ROW, itself
+from keras_fastclip.registry.terms import ONE_ROW, itself, squared_norm
+from keras_fastclip.registry.turns import norm_of_one
 
 pytestmark = pytest.mark.filterwarnings("ignore:No rule is registered")
 
@@ -134,6 +135,17 @@ def test_ghost_norms_of_constant_inputs_are_not_too_small(
     exact = 15 * (positions * np.float64(np.float32(value)) ** 2) ** 2
     assert norm(a, g).numpy()[0] >= exact
     assert norm(a, g).numpy()[0] <= exact * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("norm", [squared_norm, lambda g: norm_of_one([g])])
+def test_a_million_equal_squares_are_not_too_small(norm, jit):
+    """XLA would add them in float32 one after the other."""
+    compiled = tf.function(norm, jit_compile=jit)
+    for value in np.linspace(0.5, 1, 13, dtype="float32"):
+        gradient = tf.fill([1, 1024, 1024], value)
+        exact = 2**20 * np.float64(value) ** 2
+        assert abs(compiled(gradient).numpy()[0] / exact - 1) < 1e-6
 
 
 # -- many cases --------------------------------------------------------------
