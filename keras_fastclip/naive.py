@@ -14,7 +14,7 @@ from keras_fastclip.capture import Plan
 from keras_fastclip.clipping import Clipping
 from keras_fastclip.losses import first_tensor, per_example_losses
 from keras_fastclip.methods import groups_of_weights
-from keras_fastclip.registry.terms import at_least_float32
+from keras_fastclip.registry.terms import at_least_float32, squared_norm
 
 
 def clip(
@@ -58,7 +58,7 @@ def clip(
         squares = [tf.zeros([], dtype)] * count
         for variable, gradient in zip(variables, gradients, strict=True):
             group = group_of[id(variable)]
-            square = tf.reduce_sum(tf.square(gradient))
+            square = squared_norm(gradient[None])[0]
             squares[group] += tf.cast(square, dtype)
         squared_norms = tf.stack(squares)[:, None]
         factors = clipping.bounded_factors(squared_norms)

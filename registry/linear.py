@@ -32,6 +32,7 @@ from keras_fastclip.registry.terms import (
     at_least_float32,
     itself,
     select_rows,
+    sum_of_squares,
 )
 from keras_fastclip.registry.turns import norms_in_turns
 
@@ -303,8 +304,8 @@ def ghost_norm(
     """⟨aaᵀ, ggᵀ⟩ of each example, rounded up."""
     if a.shape[-2] == 1:
         # |a|²·|g|²: nothing cancels.
-        squares = _with_lost(tf.reduce_sum(a * a, -1), a.shape[-1])
-        squares *= _with_lost(tf.reduce_sum(g * g, -1), g.shape[-1])
+        squares = _with_lost(sum_of_squares(a, [-1]), a.shape[-1])
+        squares *= _with_lost(sum_of_squares(g, [-1]), g.shape[-1])
         return _sum_but_first(squares)
     if form == "loop":
         return norms_in_turns(ghost_norm, [a, g])

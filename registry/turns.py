@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from keras_fastclip import _keras
-from keras_fastclip.registry.terms import squared_norm
+from keras_fastclip.registry.terms import long_sum, squared_norm
 
 AT_ONCE = 4
 _PARALLEL = 2
@@ -185,4 +185,4 @@ def norm_of_one(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         return tf.add_n([squared_norm(gradient) for gradient in gradients])
     # l2_loss is half of it, in one pass.
     halves = [tf.nn.l2_loss(gradient) for gradient in gradients]
-    return tf.reshape(2 * tf.add_n(halves), [1])
+    return tf.reshape(long_sum(2 * tf.add_n(halves), None), [1])

@@ -140,12 +140,12 @@ def test_ghost_norms_of_constant_inputs_are_not_too_small(
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("norm", [squared_norm, lambda g: norm_of_one([g])])
 def test_a_million_equal_squares_are_not_too_small(norm, jit):
-    """XLA would add them in float32 one after the other."""
+    """Nor are they with XLA, which would add them one after the other."""
     compiled = tf.function(norm, jit_compile=jit)
-    for value in np.linspace(0.5, 1, 13, dtype="float32"):
+    for value in np.linspace(0.5, 1, 60, dtype="float32"):
         gradient = tf.fill([1, 1024, 1024], value)
         exact = 2**20 * np.float64(value) ** 2
-        assert abs(compiled(gradient).numpy()[0] / exact - 1) < 1e-6
+        assert 0 <= compiled(gradient).numpy()[0] / exact - 1 + 1e-7 < 8e-6
 
 
 # -- many cases --------------------------------------------------------------
@@ -240,10 +240,11 @@ def test_what_the_margin_costs(positions, cost, way):
     """Less than 1e-4 of a gradient up to 64 positions; 1.5e-3 at 512.
 
     Positions that have nothing to do with each other are the worst case short
-    of cancelling. Gradients that are kept for the sum need no margin.
+    of cancelling. Norms of gradients that are kept for the sum have a margin
+    for long sums only.
     """
     rng = np.random.default_rng(positions)
     a = tf.constant(rng.normal(size=(1, positions, 64)), "float32")
     g = tf.constant(rng.normal(size=(1, positions, 48)), "float32")
-    cost = 1e-6 if way == "keep" else cost
+    cost = 3e-6 if way == "keep" else cost
     assert 1 - cost < clipped_norm(a, g, way, limit=1e-2) / 1e-2 <= 1 + 1e-6
