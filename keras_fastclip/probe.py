@@ -40,7 +40,13 @@ from keras_fastclip.registry.fallback import (
     with_tensors,
 )
 from keras_fastclip.registry.lookup import LayerRegistry
-from keras_fastclip.registry.terms import ONE_ROW, Rows, squared_norm
+from keras_fastclip.registry.terms import (
+    ONE_ROW,
+    Rows,
+    at_least_float32,
+    itself,
+    squared_norm,
+)
 
 EXAMPLES = 4
 
@@ -364,8 +370,8 @@ class _Probe:
         """Rows of each call, from batches of two sizes."""
         repeats, smaller = {}, _without_last(self.batch)
         while True:
-            _, large = self._observe(units, self.batch, repeats)
-            _, small = self._observe(units, smaller, repeats)
+            _, large = self._observe(units, self.batch, repeats, _shape)
+            _, small = self._observe(units, smaller, repeats, _shape)
             layouts, without_batch = {}, None
             for key, (inputs, outputs) in large.items():
                 unit = next(u for u in units if u.path == key[0])
@@ -402,20 +408,34 @@ class _Probe:
             )
 
     def _repeat(self, units, repeats, key, inputs):
-        """How to give a call without a batch axis one."""
-        ones = all(leaf.shape.rank and leaf.shape[0] == 1 for leaf in inputs)
+        """How to give a call without a batch axis one.
+
+        Args:
+            units: of the model.
+            repeats: how other calls were given one.
+            key: of the call.
+            inputs: their shapes.
+        """
+        ones = all(shape.rank and shape[0] == 1 for shape in inputs)
         for repeat in ["tile", "stack"] if ones else ["stack"]:
             with contextlib.suppress(Exception):
                 losses, _ = self._observe(
-                    units, self.batch, {**repeats, key: repeat}
+                    units, self.batch, {**repeats, key: repeat}, _shape
                 )
                 if np.allclose(losses, self.base, rtol=_tolerance(self.base)):
                     return repeat
         unit = next(u for u in units if u.path == key[0])
         raise _NotCaptured(unit.layer, _no_batch_message(unit))
 
-    def _observe(self, units, batch, repeats=None):
-        """Runs the layers as they are and notes their tensors by call."""
+    def _observe(self, units, batch, repeats=None, what=itself):
+        """Runs the layers as they are and notes their tensors by call.
+
+        Args:
+            units: of the model.
+            batch: the data.
+            repeats: how calls without a batch axis get one.
+            what: of each tensor is noted.
+        """
         seen, repeats = {}, repeats or {}
         size = tf.shape(first_tensor(batch[0]))[0]
 
@@ -424,9 +444,9 @@ class _Probe:
                 args, kwargs = capture.repeated(
                     (args, kwargs), repeats[key], size
                 )
-            inputs = tensors((args, kwargs))
+            inputs = [what(t) for t in tensors((args, kwargs))]
             outputs = method(*args, **kwargs)
-            seen[key] = (inputs, float_tensors(outputs))
+            seen[key] = inputs, [what(t) for t in float_tensors(outputs)]
             return outputs
 
         return self._run(batch, units, note), seen
@@ -496,7 +516,7 @@ class _Probe:
 
     def _check_rules(self, plan):
         """Compares what a rule computes with its layer, call by call."""
-        results, small = [], []
+        wrong, small = [], []
 
         def note(unit, key, method, args, kwargs):
             seeds = _keras.seed_states(unit.layer)
@@ -510,8 +530,10 @@ class _Probe:
             call, finish = capture.captured(
                 unit, key, layout, method, args, kwargs, EXAMPLES
             )
-            if call.single:
-                results.append((unit, finish(call.zetas), outputs))
+            if call.single and not self._same_output(
+                unit, finish(call.zetas), outputs
+            ):
+                wrong.append(unit)
             if any(isinstance(term, UserRule) for term in call.terms):
                 # What is small beside large inputs shows at small ones.
                 args, kwargs = _small((args, kwargs))
@@ -522,22 +544,23 @@ class _Probe:
             return outputs
 
         self._run(self.batch, plan.units, note)
-        for unit, found, outputs in results:
-            self._check_output(unit, found, outputs)
+        for unit in wrong:
+            raise NotPrivateError(
+                f"The rule for layer {unit.path!r} computes another output "
+                "than the layer. Compare its zeta, and its psi or the layer's "
+                "activation, with the layer's call."
+            )
         for call in small:
             self._check_omega(call)
 
-    def _check_output(self, unit, found, outputs):
+    def _same_output(self, unit, found, outputs):
         pairs = zip(float_tensors(found), float_tensors(outputs), strict=True)
         for mine, right in pairs:
             # A call without a batch axis may have been given one.
             mine, right = np.broadcast_arrays(_float64(mine), _float64(right))
             if not _close(mine, right, _rounding([unit.layer])):
-                raise NotPrivateError(
-                    f"The rule for layer {unit.path!r} computes another "
-                    "output than the layer. Compare its zeta, and its psi or "
-                    "the layer's activation, with the layer's call."
-                )
+                return False
+        return True
 
     def _check_omega(self, call):
         """Ω of a user against the gradients of the user's ζ."""
@@ -577,35 +600,36 @@ class _Probe:
         parts = make_parts(uses)
         covered = {id(v) for part in parts for v in part.variables}
         norms = [part.squared_norms() for part in parts]
-        sums = [part.weighted_sum(tf.ones_like(norms[0])) for part in parts]
+        # In the types of the gradients, and no array longer than it is needed:
+        # TensorFlow may keep what the check takes for good.
         total = {id(v): 0.0 for v in variables}
         for j, loss in enumerate(each):
             zetas = [zeta for call in calls for zeta in call.zetas]
             gradients = reference.gradient(loss, [*zetas, *raw])
             self._check_rows(calls, iter(gradients[: len(zetas)]), j)
-            gradients = {
-                id(v): 0.0 if g is None else _float64(g)
-                for v, g in zip(variables, gradients[len(zetas) :], strict=True)
-            }
-            for variable in variables:
-                total[id(variable)] += gradients[id(variable)]
-                if id(variable) not in covered and np.any(
-                    gradients[id(variable)]
-                ):
+            squares = {id(v): 0.0 for v in variables}
+            pairs = zip(variables, gradients[len(zetas) :], strict=True)
+            for variable, gradient in pairs:
+                if gradient is None:
+                    continue
+                gradient = _array(gradient)
+                total[id(variable)] += gradient
+                squares[id(variable)] = _sum_of_squares(gradient)
+                if id(variable) not in covered and np.any(gradient):
                     raise self._uncovered(variable)
-            exact = [
-                sum(np.sum(np.square(gradients[id(v)])) for v in part.variables)
-                for part in parts
-            ]
+            del gradients, pairs
+            exact = [sum(squares[id(v)] for v in p.variables) for p in parts]
             for part, norm, right in zip(parts, norms, exact, strict=True):
                 scale = max(right, 1e-4 * sum(exact))
                 self._require_close(part, norm[j] - right, scale, "norms")
-        whole = sum(np.sum(np.square(right)) for right in total.values())
-        for part, result in zip(parts, sums, strict=True):
+        del reference
+        whole = sum(map(_sum_of_squares, total.values()))
+        for part in parts:
+            sums = part.weighted_sum(tf.ones_like(norms[0]))
             for variable in part.variables:
-                right, found = total[id(variable)], result[id(variable)]
-                gap = np.sum(np.square(_float64(found) - right))
-                scale = max(np.sum(np.square(right)), 1e-4 * whole)
+                right, found = total[id(variable)], sums[id(variable)]
+                gap = _sum_of_squares(_array(found) - right)
+                scale = max(_sum_of_squares(right), 1e-4 * whole)
                 self._require_close(part, gap, scale, "sums")
         return dataclasses.replace(
             plan,
@@ -867,11 +891,15 @@ def _small(arguments):
     return with_tensors(arguments, [small(t) for t in tensors(arguments)])
 
 
+def _shape(tensor):
+    return tensor.shape
+
+
 def _rows_of(unit, large, small):
-    """Rows of an example, or None if the tensor has no batch axis."""
-    if large.shape.rank == 0:
+    """Rows of an example by two shapes, or None if there is no batch axis."""
+    if large.rank == 0:
         return None
-    n, m = int(large.shape[0]), int(small.shape[0])
+    n, m = large[0], small[0]
     if n * (EXAMPLES - 1) == m * EXAMPLES and n:
         return Rows(n // EXAMPLES) if n > EXAMPLES else ONE_ROW
     if n == m:
@@ -943,8 +971,19 @@ def _close(found, right, tolerance):
     )
 
 
+def _array(gradient):
+    """In its own type, or in float32 if that is wider."""
+    return at_least_float32(tf.convert_to_tensor(gradient)).numpy()
+
+
 def _float64(gradient):
     return tf.convert_to_tensor(gradient).numpy().astype("float64")
+
+
+def _sum_of_squares(array):
+    """In float64, without an array of the squares."""
+    flat = np.ravel(array)
+    return np.einsum("i,i->", flat, flat, dtype="float64", casting="safe")
 
 
 def _size(unit):
