@@ -274,7 +274,7 @@ def _weighted_sums(parts, factors, usual, backward):
     def by_parts():
         sums = {}
         for part in parts:
-            sums |= part.weighted_sum(factors)
+            sums |= part.weighted_sum(factors, usual)
         return sums
 
     if backward is None or not parts:

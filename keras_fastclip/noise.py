@@ -21,6 +21,8 @@ STREAMS_PER_STEP = 1 << 20
 # Sums of fewer values get their noise together. For fewer in all, nothing is
 # compiled.
 SMALL = 1 << 16
+# So many sums get their noise at a time; more would only hold memory.
+IN_FLIGHT = 2
 
 
 class GaussianNoise:
@@ -71,13 +73,16 @@ class GaussianNoise:
             small = total.shape.num_elements() < SMALL
             key = ("small", total.dtype) if small else ("large", place)
             groups.setdefault(key, []).append(place)
-        noised = {}
+        noised, done = {}, []
         for places in groups.values():
             group = [sums[place] for place in places]
             number = numbers[places[0]]
-            means = self._add_from_keystream(
-                group, stddev, step, divisor, number
-            )
+            enough = done[-IN_FLIGHT : -IN_FLIGHT + 1] if done[1:] else []
+            with tf.control_dependencies(enough):
+                means = self._add_from_keystream(
+                    group, stddev, step, divisor, number
+                )
+            done.append(means[0])
             noised.update(zip(places, means, strict=True))
         return [noised[place] for place in range(len(sums))]
 

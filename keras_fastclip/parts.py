@@ -12,9 +12,9 @@ from keras_fastclip.planner import Item, Way
 from keras_fastclip.registry import shared
 from keras_fastclip.registry.embedding import Lookup
 from keras_fastclip.registry.terms import (
+    Factors,
     at_least_float32,
     itself,
-    select_rows,
     squared_norm,
 )
 from keras_fastclip.registry.turns import (
@@ -26,8 +26,6 @@ from keras_fastclip.registry.turns import (
 # Units of roundoff by which two sums of the same products may differ; as for
 # ghost norms, see `linear.rounded_up`.
 _ROUNDINGS = 100
-# Gradients of fewer numbers for an example may be copied.
-_SMALL = 2**12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,9 +195,16 @@ class Part:
                 total[id(variable)].append(tensor)
         return [sum(each[1:], each[0]) for each in total.values()]
 
-    def weighted_sum(self, factors: tf.Tensor) -> dict[int, tf.Tensor]:
-        """𝒜*(c·g) by id of the variable, with c of shape (batch,)."""
-        sums = self._weighted_sum(factors)
+    def weighted_sum(
+        self, factors: tf.Tensor, finite: tf.Tensor | None = None
+    ) -> dict[int, tf.Tensor]:
+        """𝒜*(c·g) by id of the variable, with c of shape (batch,).
+
+        Args:
+            factors: c.
+            finite: whether all norms are, if that is known.
+        """
+        sums = self._weighted_sum(Factors(factors, finite))
         return dict(zip(map(id, self.variables), sums, strict=True))
 
     def _weighted_sum(self, factors):
@@ -207,11 +212,8 @@ class Part:
             return self._built.weighted_sum(factors)
         if not self.has_adjoint:
             return self._build().weighted_sum(factors)
-        keep = factors != 0
         found = [
-            use.term.adjoint(
-                _scaled(use.g, use.rows.spread(factors)), use.rows.spread(keep)
-            )
+            use.term.weighted_sum(use.g, factors.spread(use.rows))
             for use in self.uses
         ]
         return self._added(found, [])
@@ -231,28 +233,11 @@ class _Built:
         self.squared_norms = tf.add_n(widest(norms))
 
     def weighted_sum(self, factors):
-        keep = factors != 0
-
-        def select():
-            return [select_rows(keep, each) for each in self._gradients]
-
-        sizes = [g.shape[1:].num_elements() for g in self._gradients]
-        if None not in sizes and sum(sizes) < _SMALL:
-            kept = select()
-        else:
-            # Usually all are kept, which spares a copy.
-            everything = tf.reduce_all(keep)
-            kept = tf.cond(everything, lambda: self._gradients, select)
-        sums = [tf.tensordot(tf.cast(factors, g.dtype), g, 1) for g in kept]
+        kept = factors.without_others(*self._gradients)
+        sums = [
+            tf.tensordot(tf.cast(factors.values, g.dtype), g, 1) for g in kept
+        ]
         return self._assembled(sums)
-
-
-def _scaled(g, factors):
-    """c·g, and zero where c is zero, whatever g holds there."""
-    g = at_least_float32(g)
-    shape = [-1] + [1] * (g.shape.rank - 1)
-    factors = tf.reshape(tf.cast(factors, g.dtype), shape)
-    return tf.math.multiply_no_nan(g, factors)
 
 
 def widest(norms: Sequence[tf.Tensor]) -> list[tf.Tensor]:

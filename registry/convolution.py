@@ -52,6 +52,7 @@ from keras_fastclip.registry.linear import (
     join_blocks,
     product_of_grams,
     rounded_up,
+    scaled_pair,
     times_transposed,
 )
 from keras_fastclip.registry.lookup import register
@@ -404,6 +405,11 @@ class Convolution(Linear):
     def adjoint(self, g, keep):
         kept = select_rows(keep, at_least_float32(self._inputs))
         return (self._derivative(kept, self._cotangent(g)),)
+
+    def weighted_sum(self, g, factors):
+        inputs = at_least_float32(self._inputs)
+        pair = scaled_pair(factors, inputs, self._cotangent(g))
+        return (self._derivative(*pair),)
 
     def _cotangent(self, g):
         """Of the convolution's result."""

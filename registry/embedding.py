@@ -105,9 +105,8 @@ class Projection(Linear):
         a, g = super().pair(g, rows)
         return g, a
 
-    def adjoint(self, g, keep):
-        (matrix,) = super().adjoint(g, keep)
-        return (tf.transpose(matrix),)
+    def _sum(self, a, g):
+        return super()._sum(g, a)
 
 
 class Lookup(Term):

@@ -27,6 +27,7 @@ import tensorflow as tf
 
 from keras_fastclip import _keras
 from keras_fastclip.registry.terms import (
+    Factors,
     Rows,
     Term,
     at_least_float32,
@@ -155,7 +156,19 @@ class Linear(Term):
 
     def adjoint(self, g, keep):
         a = select_rows(keep, at_least_float32(self._a))
-        g = self._canonical(at_least_float32(g))
+        return self._sum(a, self._canonical(at_least_float32(g)))
+
+    def weighted_sum(self, g, factors):
+        return self._sum(
+            *scaled_pair(
+                factors,
+                at_least_float32(self._a),
+                self._canonical(at_least_float32(g)),
+            )
+        )
+
+    def _sum(self, a, g):
+        """aᵀg over all rows."""
         if a.shape.rank == 4:
             return self.assembled([tf.einsum("btsd,btsp->sdp", a, g)])
         # One 2-D product is faster than what autodiff makes of a 3-D one.
@@ -432,6 +445,17 @@ def rounded_up(
     long = 0.04 * tf.cast(positions, norms.dtype)
     margin = (min(2 + 0.15 * width, 100) + long) * unit
     return tf.maximum(norms, 0) + margin * largest
+
+
+def scaled_pair(
+    factors: Factors, a: tf.Tensor, g: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """a and g for a product with c·g; the smaller of them is multiplied."""
+    a, g = factors.without_others(a, g)
+    sizes = [tensor.shape[1:].num_elements() or 0 for tensor in (a, g)]
+    return (
+        (factors.times(a), g) if sizes[0] < sizes[1] else (a, factors.times(g))
+    )
 
 
 def by_example(tensor: tf.Tensor, rows: Rows) -> tf.Tensor:

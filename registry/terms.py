@@ -3,7 +3,8 @@
 A captured call is ζ = Z(w), and g is the cotangent of ζ. A `Term` stands for
 the linear map 𝒜 = DZ(w) of some of the call's weights and offers
 
-- `adjoint(g, keep)`: 𝒜*g, the gradient summed over the rows to keep;
+- `adjoint(g, keep)`: 𝒜*g, the gradient summed over the rows to keep, and
+  `weighted_sum(g, factors)`, the same of c·g;
 - `per_example(g, rows)`: the gradient of every example, built in memory;
 - `pieces(g, rows)`: the same before it is put together;
 - `omega(g, rows)`: Ω, the squared norm of every example's gradient, without
@@ -81,6 +82,52 @@ class Rows:
 
 ONE_ROW = Rows()
 
+# Rows of fewer numbers may be copied.
+_SMALL = 2**12
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """What the gradient of every example, or every row, is multiplied by.
+
+    Rows of factor zero are left out of sums, but 0·inf is NaN, so where they
+    are not finite they have to be made zero. That takes a copy, for a case
+    that is rare.
+
+    Attributes:
+        values: (rows,).
+        finite: scalar, whether all that the factors multiply is finite; None
+            if that is not known.
+    """
+
+    values: tf.Tensor
+    finite: tf.Tensor | None = None
+
+    def spread(self, rows: Rows) -> "Factors":
+        """From examples to rows."""
+        return dataclasses.replace(self, values=rows.spread(self.values))
+
+    @property
+    def keep(self) -> tf.Tensor:
+        return self.values != 0
+
+    def times(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Each row times its factor."""
+        shape = [-1] + [1] * (tensor.shape.rank - 1)
+        return tensor * tf.reshape(tf.cast(self.values, tensor.dtype), shape)
+
+    def without_others(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        """Zeros in rows of factor zero, if any row is not finite."""
+
+        def select():
+            return [select_rows(self.keep, tensor) for tensor in tensors]
+
+        sizes = [tensor.shape[1:].num_elements() for tensor in tensors]
+        small = None not in sizes and sum(sizes) < _SMALL
+        if self.finite is None or small:
+            return select()
+        return tf.cond(self.finite, lambda: list(tensors), select)
+
 
 class Term:
     """How a call uses some of its weights; see the module's docstring.
@@ -101,6 +148,13 @@ class Term:
         be finite there, and 0·inf is NaN. So those rows are left out.
         """
         raise NotImplementedError
+
+    def weighted_sum(self, g: Any, factors: Factors) -> tuple[tf.Tensor, ...]:
+        """𝒜*(c·g), where c has a factor for every row."""
+        g, values = at_least_float32(g), factors.values
+        shape = [-1] + [1] * (g.shape.rank - 1)
+        column = tf.reshape(tf.cast(values, g.dtype), shape)
+        return self.adjoint(tf.math.multiply_no_nan(g, column), factors.keep)
 
     def per_example(
         self, g: Any, rows: Rows, form: str | None = None

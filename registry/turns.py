@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from keras_fastclip import _keras
-from keras_fastclip.registry.terms import long_sum, squared_norm
+from keras_fastclip.registry.terms import Factors, long_sum, squared_norm
 
 AT_ONCE = 4
 _PARALLEL = 2
@@ -148,15 +148,15 @@ class KeptInTurns:
         )
         self.squared_norms = turns.in_order(norms)
 
-    def weighted_sum(self, factors: tf.Tensor) -> list[tf.Tensor]:
+    def weighted_sum(self, factors: Factors) -> list[tf.Tensor]:
         """Σᵢ cᵢ·gradientᵢ, without the examples of factor zero."""
         turns = self._turns
         behind = [[0, turns.number * AT_ONCE - turns.count]]
-        factors = tf.pad(tf.cast(factors, self._dtype), behind)
+        values = tf.pad(tf.cast(factors.values, self._dtype), behind)
 
         def body(turn, *sums):
             places = turns.places(turn)
-            each = tf.unstack(tf.gather(factors, places))
+            each = tf.unstack(tf.gather(values, places))
             pairs = list(zip(tf.unstack(places), each, strict=True))
             return [
                 # Zero where the factor is, whatever the gradient.
