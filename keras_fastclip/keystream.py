@@ -69,13 +69,15 @@ def random_words(pairs: int, name: Hashable = None) -> np.ndarray:
     return words.reshape(WORDS, pairs)
 
 
-def normal(words: tf.Tensor, dtype: tf.DType = tf.float32) -> tf.Tensor:
+def normal(
+    words: tf.Tensor, dtype: tf.DType = tf.float32
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Normal values, two for each column of the words."""
     high, low, angle = tf.unstack(words)
     radius = tf.sqrt(-2 * _log_uniform(high, low, dtype))
     angle = tf.bitcast(angle, tf.int32)
     cosine, sine = _directions(angle, dtype)
-    return tf.concat([radius * cosine, radius * sine], 0)
+    return radius * cosine, radius * sine
 
 
 def _log_uniform(high, low, dtype):

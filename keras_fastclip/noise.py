@@ -21,7 +21,8 @@ STREAMS_PER_STEP = 1 << 20
 # Sums of fewer values get their noise together. For fewer in all, nothing is
 # compiled.
 SMALL = 1 << 16
-# So many sums get their noise at a time; more would only hold memory.
+# Longer ones get it in pieces, so many at a time: more would hold memory.
+PIECE = 1 << 20
 IN_FLIGHT = 2
 
 
@@ -73,41 +74,42 @@ class GaussianNoise:
             small = total.shape.num_elements() < SMALL
             key = ("small", total.dtype) if small else ("large", place)
             groups.setdefault(key, []).append(place)
-        noised, done = {}, []
+        noised, parts = {}, []
         for places in groups.values():
-            group = [sums[place] for place in places]
-            number = numbers[places[0]]
-            enough = done[-IN_FLIGHT : -IN_FLIGHT + 1] if done[1:] else []
-            with tf.control_dependencies(enough):
-                means = self._add_from_keystream(
-                    group, stddev, step, divisor, number
-                )
-            done.append(means[0])
+            flat = [tf.reshape(sums[place], [-1]) for place in places]
+            sizes = [each.shape[0] for each in flat]
+            flat = flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+            number, first = numbers[places[0]], len(parts)
+            for piece in _pieces(flat):
+                waits = [] if len(parts) < IN_FLIGHT else parts[-IN_FLIGHT]
+                name = number, len(parts) - first
+                words = self._words(piece, step, name, waits)
+                size = piece.shape[0]
+                large = size >= SMALL
+                add = _compiled(size, flat.dtype) if large else _add_normal
+                parts.append(add(piece, words, stddev, divisor))
+            mean = tf.concat(
+                [half for part in parts[first:] for half in part], 0
+            )
+            means = [mean] if len(places) == 1 else tf.split(mean, sizes)
             noised.update(zip(places, means, strict=True))
-        return [noised[place] for place in range(len(sums))]
+        return [
+            tf.reshape(noised[place], total.shape)
+            for place, total in enumerate(sums)
+        ]
 
-    def _add_from_keystream(self, sums, stddev, step, divisor, number):
-        """By AES, drawn at once for all these sums."""
-        flat = [tf.reshape(total, [-1]) for total in sums]
-        sizes = [total.shape.num_elements() for total in sums]
-        flat = flat[0] if len(sums) == 1 else tf.concat(flat, 0)
-        pairs, seed = (sum(sizes) + 1) // 2, self._seed
+    def _words(self, piece, step, name, waits):
+        """Random words for values to be added, drawn once these are there."""
+        pairs, seed = (piece.shape[0] + 1) // 2, self._seed
 
         def draw(step):
-            name = None if seed is None else (seed, number, int(step))
-            return keystream.random_words(pairs, name)
+            whole = None if seed is None else (seed, *name, int(step))
+            return keystream.random_words(pairs, whole)
 
-        with tf.control_dependencies([flat]):
+        with tf.control_dependencies([piece, *waits]):
             words = tf.numpy_function(draw, [step], tf.uint32)
         words.set_shape([keystream.WORDS, pairs])
-        large = sum(sizes) >= SMALL
-        add = _compiled(sum(sizes), flat.dtype) if large else _add_normal
-        mean = add(flat, words, stddev, divisor)
-        parts = [mean] if len(sums) == 1 else tf.split(mean, sizes)
-        return [
-            tf.reshape(part, total.shape)
-            for part, total in zip(parts, sums, strict=True)
-        ]
+        return words
 
     def _add_on_device(self, sums, stddev, step, divisor, numbers):
         """By Philox, in which a key and a counter select the values.
@@ -140,11 +142,27 @@ class GaussianNoise:
         return noised
 
 
+def _pieces(flat):
+    """Parts of a long vector, so that several threads work on it."""
+    size = flat.shape[0]
+    count = -(-size // PIECE)
+    # Of even length, but for the last: there are two values to each pair.
+    each = 2 * -(-size // (2 * count))
+    return [flat[start : start + each] for start in range(0, size, each)]
+
+
 def _add_normal(flat, words, stddev, divisor):
-    """(flat + noise) / divisor."""
-    values = keystream.normal(words, flat.dtype)[: flat.shape[0]]
+    """(flat + noise) / divisor, in two halves.
+
+    Joined in here, XLA would work out each pair of values twice.
+    """
+    values = keystream.normal(words, flat.dtype)
     scale = tf.cast(stddev / divisor, flat.dtype)
-    return flat * tf.cast(1 / divisor, flat.dtype) + scale * values
+    pairs = words.shape[1]
+    return [
+        part * tf.cast(1 / divisor, flat.dtype) + scale * half[: part.shape[0]]
+        for part, half in zip((flat[:pairs], flat[pairs:]), values, strict=True)
+    ]
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import scipy.stats
 import tensorflow as tf
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from keras_fastclip import keystream
+from keras_fastclip import keystream, noise
 from keras_fastclip.noise import SMALL, GaussianNoise
 
 STEP = tf.constant(5, tf.int64)
@@ -25,7 +25,7 @@ def words(high, low, angle):
 def many_values():
     """Normal values in pairs, (2, n)."""
     drawn = keystream.random_words(1 << 23)
-    return keystream.normal(tf.constant(drawn)).numpy().reshape(2, -1)
+    return np.array(keystream.normal(tf.constant(drawn)))
 
 
 def test_words_are_the_keystream_of_the_cipher():
@@ -82,11 +82,11 @@ def test_angles_are_spread_evenly():
 
 def test_the_largest_value_is_that_of_64_bits():
     """With 32 bits it would be 6.7, too small for models of today."""
-    values = keystream.normal(words(0, 0, 0)).numpy()
+    values = np.ravel(keystream.normal(words(0, 0, 0)))
     assert np.linalg.norm(values) == pytest.approx(
         (2 * 65 * np.log(2)) ** 0.5, 1e-6
     )
-    second = keystream.normal(words(0, 1, 0)).numpy()
+    second = np.ravel(keystream.normal(words(0, 1, 0)))
     assert 9 < np.linalg.norm(second) < np.linalg.norm(values)
 
 
@@ -97,7 +97,7 @@ def test_radii_near_zero_are_as_fine_as_others():
     rest = np.zeros_like(highs)
     for dtype in (tf.float32, tf.float64):
         drawn = tf.constant(np.stack([highs, rest, rest]))
-        values = keystream.normal(drawn, dtype).numpy().reshape(2, -1)
+        values = np.array(keystream.normal(drawn, dtype))
         found = np.linalg.norm(values, axis=0)
         v = (top - highs.astype("float64") + 1) / 2**32
         np.testing.assert_allclose(found, np.sqrt(-2 * np.log1p(-v)), 1e-6)
@@ -129,7 +129,7 @@ def test_large_and_small_sums_of_two_types():
 def test_values_are_finite_and_on_the_circle(word):
     top = (1 << 32) - 1
     for radius in ((0, 0), (top, top), (1 << 31, 5)):
-        pair = keystream.normal(words(*radius, word)).numpy()
+        pair = np.ravel(keystream.normal(words(*radius, word)))
         assert np.all(np.isfinite(pair))
         u = (radius[0] * 2**32 + radius[1] + 0.5) / 2**64
         length = (-2 * np.log(u)) ** 0.5
@@ -212,3 +212,22 @@ def test_every_secret_bit_of_the_device_generator_changes_the_noise():
             source._secret.assign(flipped.view("int64"))
             seen.add(tuple(draw().numpy()))
     assert len(seen) == 129
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_long_sums_get_noise_in_pieces_that_are_not_alike(monkeypatch, seed):
+    """Of an odd length, with every value in its place."""
+    monkeypatch.setattr(noise, "PIECE", 1 << 15)
+    size = 3 * noise.PIECE + 5
+
+    @tf.function
+    def add():
+        sums = [1e3 * tf.range(size, dtype=tf.float64), tf.zeros([3, 5])]
+        one = tf.constant(1.0)
+        return GaussianNoise(seed).add(sums, one, STEP, divisor=2.0)
+
+    long, short = (each.numpy() for each in add())
+    values = 2 * long - 1e3 * np.arange(size)
+    assert scipy.stats.kstest(values, "norm").pvalue > 1e-9
+    assert len(np.unique(values)) > size - 2
+    assert np.all(np.abs(values) < 9) and short.shape == (3, 5)
