@@ -18,6 +18,7 @@ from keras_fastclip.registry.terms import (
     squared_norm,
 )
 from keras_fastclip.registry.turns import (
+    KeptInBlocks,
     KeptInTurns,
     norm_of_one,
     norms_in_turns,
@@ -77,7 +78,7 @@ class Part:
         self.way = Way("build", keep=True)
         if self.traits.prefers_ghost:
             self.way = Way("ghost")
-        self._built: _Built | KeptInTurns | None = None
+        self._built: _Built | KeptInBlocks | KeptInTurns | None = None
 
     @property
     def path(self) -> str:
@@ -156,6 +157,9 @@ class Part:
         shapes = [variable.shape for variable in self.variables]
         if self.way.form == "loop":
             return KeptInTurns(self._of_one, self._operands(), shapes)
+        if self.way.form == "blocks":
+            most = self.traits.item.kernel.block
+            return KeptInBlocks(self._of_some, self._operands(), shapes, most)
         if len(self.uses) == 1:
             (use,) = self.uses
             pieces = use.term.pieces(use.g, use.rows, self.way.form)
@@ -178,6 +182,12 @@ class Part:
         pairs = zip(self.uses, self._by_use(operands), strict=True)
         found = [use.term.of_one(*own) for use, own in pairs]
         return self._added(found, [1])
+
+    def _of_some(self, *operands):
+        """The gradients of some examples, (n, ...), from all uses."""
+        pairs = zip(self.uses, self._by_use(operands), strict=True)
+        found = [use.term.of_some(*own) for use, own in pairs]
+        return self._added(found, [-1])
 
     def _by_use(self, operands):
         each = len(operands) // len(self.uses)

@@ -13,10 +13,11 @@ The first two also hold g, BTp numbers, from the backward pass until the sum,
 where plain training would have let it go; what is kept takes its place.
 
 Each can be taken in several forms, told by a name behind a colon: all examples
-at once ("batched", or by the offsets of a convolution), or in a "loop" over
-them, which holds a few at a time. So "build:loop" needs no more than a few
-times dp, and where T² numbers of a single example are too many, "ghost:tiles"
-takes some rows of the Gram matrices at a time.
+at once ("batched", or by the offsets of a convolution), in "blocks" that stay
+in caches, or in a "loop" over them, which holds a few at a time. So
+"build:loop" needs no more than a few times dp, and where T² numbers of a single
+example are too many, "ghost:tiles" takes some rows of the Gram matrices at a
+time.
 
 Mixed ghost clipping (Bu et al., 2022) takes the way of least memory. In time,
 keeping costs nothing over plain training but for the speed of small products,
@@ -33,8 +34,11 @@ from keras_fastclip.registry.linear import Kernel
 from keras_fastclip.registry.turns import IN_FLIGHT
 
 # Of weights, activations and their gradients, and at least so many bytes.
-BUDGET_FRACTION = 0.1
+BUDGET_FRACTION = 0.25
 LEAST_BUDGET = 32 * 2**20
+
+# So many limits to what may pass are tried.
+_LIMITS = 8
 
 # Where a Gram matrix has fewer rows, tiles are not worth a loop.
 _LEAST_FOR_TILES = 1024
@@ -127,6 +131,8 @@ class Item:
         ]
         if self.has_ghost:
             ways += [Way("ghost", form) for form in (None, *GHOST_FORMS)]
+            if "blocks" in self.kernel.timed_ghost:
+                ways.append(Way("ghost", "blocks"))
         return ways
 
 
@@ -154,10 +160,12 @@ class Choice:
 def cost(item: Item, way: Way, batch: int) -> Choice:
     """What a way takes in memory."""
     kernel, number = item.kernel, 4 * item.calls
+    at_a_time = batch
     if way.form in ("loop", "tiles"):
         at_a_time = min(batch, IN_FLIGHT)
-    else:
-        at_a_time = batch
+    elif way.form == "blocks":
+        block = kernel.ghost_block if way.ghost else kernel.block
+        at_a_time = min(batch, 2 * block)
     held = number * batch * kernel.cotangent
     if way.ghost:
         grams = kernel.tile if way.form == "tiles" else kernel.gram
@@ -211,29 +219,42 @@ def plan(
             f"examples, most of it for layer {items[most].path!r}."
         )
     options = [choices(item, batch, budget, clock) for item in items]
-    chosen = [
-        next(choice for choice in found if choice.way == least.way)
-        for found, least in zip(options, smallest, strict=True)
-    ]
+    # What may pass takes from what may be kept, so several limits are tried.
+    limits = sorted({choice.passing for found in options for choice in found})
+    limits = limits[:: -(-len(limits) // _LIMITS) or 1]
+    limits.append(max((choice.passing for choice in smallest), default=0))
+    plans = [_plan_within(options, limit, budget - limit) for limit in limits]
+    return min((p for p in plans if p is not None), key=_seconds)
+
+
+def _plan_within(options, passing, kept):
+    """The least time with so much that may pass, and that may be kept."""
+    options = [[c for c in found if c.passing <= passing] for found in options]
+    if not all(options):
+        return None
+    chosen = [min(found, key=lambda c: c.kept) for found in options]
+    kept -= sum(choice.kept for choice in chosen)
+    if kept < 0:
+        return None
     while True:
-        kept = sum(choice.kept for choice in chosen)
-        *_, second, most = sorted([0, 0, *(c.passing for c in chosen)])
         best, gain = None, 0.0
-        for i, found in enumerate(options):
-            now = chosen[i]
-            others = second if now.passing == most else most
+        for i, (now, found) in enumerate(zip(chosen, options, strict=True)):
             for way in found:
                 if way.seconds is None or way.seconds >= now.seconds:
                     continue
                 extra = way.kept - now.kept
-                if kept + extra + max(others, way.passing) > budget:
-                    continue
                 rate = (now.seconds - way.seconds) / max(extra, 1)
-                if rate > gain:
+                if extra <= kept and rate > gain:
                     best, gain = (i, way), rate
         if best is None:
             return chosen
-        chosen[best[0]] = best[1]
+        i, way = best
+        kept -= way.kept - chosen[i].kept
+        chosen[i] = way
+
+
+def _seconds(chosen):
+    return sum(choice.seconds or 0 for choice in chosen)
 
 
 def required(chosen: Sequence[Choice]) -> int:
@@ -245,7 +266,7 @@ def required(chosen: Sequence[Choice]) -> int:
 def default_budget(
     items: Sequence[Item], weights: int, activations: int, batch: int
 ) -> float:
-    """What must be, and a tenth of what plain training takes to save time.
+    """What must be, and a quarter of what plain training takes to save time.
 
     Counted are weights, their gradients, and activations of layers that have
     weights, with their gradients; at least 32 MiB are allowed.

@@ -54,6 +54,8 @@ def _measured(kernel: Kernel, way: Way | None, jit_compile: bool) -> float:
     numbers *= kernel.inputs + kernel.outputs
     examples = min(_WORK / work, _NUMBERS / numbers, _EXAMPLES)
     examples = max(int(examples), AT_ONCE)
+    if way is not None and way.form == "blocks":
+        examples = kernel.ghost_block if way.ghost else kernel.block
     with _keras.eager_scope():
         term, g = kernel.sample(examples)
 

@@ -91,6 +91,16 @@ class Kernel:
         """Operations of a ghost norm for each pair of positions."""
         return self.inputs + self.outputs
 
+    @property
+    def block(self) -> int:
+        """Examples at a time, for forms in blocks."""
+        return 1
+
+    @property
+    def ghost_block(self) -> int:
+        """The same for ghost norms."""
+        return 1
+
     def copied(self, form: str) -> int:
         """Numbers of an example that are copied before the product."""
         return 0

@@ -54,7 +54,7 @@ def test_one_line_for_each_layer_with_weights():
         "scale": "Scale own own 6 1",
         "lstm": "LSTM closed form ghost:batched 5 36 120 4,440 1 96 kB",
         "quadratic": "Quadratic fallback keep 244 1 30 kB",
-        "conv": "Conv2D closed form keep:offsets 4 4 2 10 1 2 kB",
+        "conv": "Conv2D closed form keep:blocks 4 4 2 10 1 2 kB",
         "head": "Dense closed form ghost:batched 1 3 2 8 1",
     }
     timed = {"twice", "lstm", "conv", "head"}

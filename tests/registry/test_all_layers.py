@@ -411,6 +411,8 @@ WAYS = [
     "ghost:tiles",
     "keep:loop",
     "build:loop",
+    "keep:blocks",
+    "ghost:blocks",
     "keep:rows",
     "build:patches",
 ]

@@ -8,7 +8,10 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from keras import layers
 
-from keras_fastclip.registry import default_registry
+from keras_fastclip.capture import Use
+from keras_fastclip.parts import Part
+from keras_fastclip.planner import Way
+from keras_fastclip.registry import convolution, default_registry
 from keras_fastclip.registry.terms import ONE_ROW, Rows
 from tests.registry.helpers import (
     assert_close,
@@ -376,3 +379,39 @@ def test_norms_come_from_pixels_where_that_takes_less(
     assert term._has_shifted_grams(ONE_ROW) == from_pixels
     copied = term.kernel(ONE_ROW).copied_for_ghost("batched")
     assert copied <= 5 * (size + 2) ** 4
+
+
+@pytest.mark.parametrize("way", ["keep:blocks", "ghost:blocks"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_that_do_not_divide_the_batch(monkeypatch, way, compiled):
+    """Also with an example that is not finite, and with no example at all."""
+    monkeypatch.setattr(convolution, "_examples_in", lambda *_: 3)
+    layer = keras.layers.Conv2D(4, 3, padding="same", dtype="float64")
+    layer.build([None, 5, 5, 2])
+    rng = np.random.default_rng(0)
+
+    def sums(x, g, way, factors):
+        _, terms = convolution.convolution(layer, x)
+        part = Part([Use(terms[0], g, ONE_ROW, None)])
+        part.way = Way.parse(way)
+        norms = part.squared_norms()
+        finite = tf.reduce_all(tf.math.is_finite(norms))
+        return norms, list(part.weighted_sum(factors, finite).values())[0]
+
+    run = tf.function(sums, jit_compile=compiled)
+    for size in (1, 3, 7, 11, *((0,) if not compiled else ())):
+        x = tf.constant(rng.normal(size=[size, 5, 5, 2]))
+        g = tf.constant(rng.normal(size=[size, 5, 5, 4]))
+        factors = tf.constant(rng.uniform(size=[size]))
+        right = sums(x, g, "keep:patches", factors)
+        for mine, exact in zip(run(x, g, way, factors), right, strict=True):
+            np.testing.assert_allclose(mine, exact, rtol=1e-9, atol=1e-12)
+        if size > 1:
+            bad = tf.where(tf.range(size) == 1, np.inf, 1.0)
+            bad = tf.cast(tf.reshape(bad, [-1, 1, 1, 1]), x.dtype)
+            kept = tf.where(
+                tf.range(size) == 1, tf.zeros_like(factors), factors
+            )
+            _, mine = run(x * bad, g, way, kept)
+            _, exact = sums(x, g, "keep:patches", kept)
+            np.testing.assert_allclose(mine, exact, rtol=1e-9, atol=1e-12)
