@@ -546,7 +546,7 @@ class DPModel(_PrivateModel, keras.Model):
         memory_budget: bytes that method "auto" may take for norms and clipped
             sums, beyond what plain training takes; the sum itself and its
             noise, each as large as the weights, are not counted. By default
-            the least that will do, and a quarter of what plain training of the
+            the least that will do, and 15 % of what plain training of the
             model takes (at least 32 MiB) to save time.
         ways: by name or path of a layer, how method "auto" shall serve its
             kernels: "ghost", "build" or "keep", perhaps with a form behind a

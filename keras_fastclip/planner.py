@@ -34,7 +34,7 @@ from keras_fastclip.registry.linear import Kernel
 from keras_fastclip.registry.turns import IN_FLIGHT
 
 # Of weights, activations and their gradients, and at least so many bytes.
-BUDGET_FRACTION = 0.25
+BUDGET_FRACTION = 0.15
 LEAST_BUDGET = 32 * 2**20
 
 # So many limits to what may pass are tried.
@@ -266,7 +266,7 @@ def required(chosen: Sequence[Choice]) -> int:
 def default_budget(
     items: Sequence[Item], weights: int, activations: int, batch: int
 ) -> float:
-    """What must be, and a quarter of what plain training takes to save time.
+    """What must be, and 15 % of what plain training takes to save time.
 
     Counted are weights, their gradients, and activations of layers that have
     weights, with their gradients; at least 32 MiB are allowed.
