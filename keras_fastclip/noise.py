@@ -3,17 +3,19 @@
 On a CPU the values come from a keystream of AES (`keystream.py`). On other
 devices and in steps compiled by XLA, which cannot call it, they come from
 TensorFlow's Philox generator on the device itself: a counter-based generator,
-too, with 128 secret bits from the operating system.
+too, with 128 secret bits from the operating system. `noise="secure"` adds
+integers to integers (`rounded.py`), on the processor and nowhere else.
 """
 
 import functools
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import _keras, keystream
+from keras_fastclip import _keras, keystream, rounded
 
 PHILOX = 1
 # Counters of one step: more weights than any model has.
@@ -21,6 +23,10 @@ STREAMS_PER_STEP = 1 << 20
 # Sums of fewer values get their noise together. For fewer in all, nothing is
 # compiled.
 SMALL = 1 << 16
+NOT_BY_XLA = (
+    "noise='secure' takes exact arithmetic, which XLA does not have. Compile "
+    "the model with jit_compile=False, or make it with noise='fast'."
+)
 
 
 class GaussianNoise:
@@ -47,6 +53,7 @@ class GaussianNoise:
         step: tf.Tensor,
         divisor: float = 1.0,
         first: int = 0,
+        sensitivity: tf.Tensor | None = None,
     ) -> list[tf.Tensor]:
         """(sum + noise) / divisor for each of the sums.
 
@@ -60,33 +67,26 @@ class GaussianNoise:
             divisor: what sum and noise are divided by.
             first: number of the first of these tensors among all of the step;
                 step and number together may be used once only.
+            sensitivity: C, how far one example can move all sums together;
+                `SecureNoise` needs it.
         """
+        del sensitivity
         numbers = range(first, first + len(sums))
         if not _keras.on_cpu():
             return self._add_on_device(sums, stddev, step, divisor, numbers)
         stddev = tf.cast(stddev, tf.float64)
         divisor = tf.constant(divisor, tf.float64)
-        groups: dict[Any, list[int]] = {}
-        for place, total in enumerate(sums):
-            small = total.shape.num_elements() < SMALL
-            key = ("small", total.dtype) if small else ("large", place)
-            groups.setdefault(key, []).append(place)
-        noised = {}
-        for places in groups.values():
-            group = [sums[place] for place in places]
-            number = numbers[places[0]]
-            means = self._add_from_keystream(
-                group, stddev, step, divisor, number
-            )
-            noised.update(zip(places, means, strict=True))
-        return [noised[place] for place in range(len(sums))]
 
-    def _add_from_keystream(self, sums, stddev, step, divisor, number):
-        """By AES, drawn at once for all these sums."""
-        flat = [tf.reshape(total, [-1]) for total in sums]
-        sizes = [total.shape.num_elements() for total in sums]
-        flat = flat[0] if len(sums) == 1 else tf.concat(flat, 0)
-        pairs, seed = (sum(sizes) + 1) // 2, self._seed
+        def add(flat, place):
+            number = numbers[place]
+            return self._add_from_keystream(flat, stddev, step, divisor, number)
+
+        return _in_groups(sums, add)
+
+    def _add_from_keystream(self, flat, stddev, step, divisor, number):
+        """By AES, drawn at once for all these values."""
+        size = flat.shape[0]
+        pairs, seed = (size + 1) // 2, self._seed
 
         def draw(step):
             name = None if seed is None else (seed, number, int(step))
@@ -95,14 +95,8 @@ class GaussianNoise:
         with tf.control_dependencies([flat]):
             words = tf.numpy_function(draw, [step], tf.uint32)
         words.set_shape([keystream.WORDS, pairs])
-        large = sum(sizes) >= SMALL
-        add = _compiled(sum(sizes), flat.dtype) if large else _add_normal
-        mean = add(flat, words, stddev, divisor)
-        parts = [mean] if len(sums) == 1 else tf.split(mean, sizes)
-        return [
-            tf.reshape(part, total.shape)
-            for part, total in zip(parts, sums, strict=True)
-        ]
+        add = _compiled(size, flat.dtype) if size >= SMALL else _add_normal
+        return add(flat, words, stddev, divisor)
 
     def _add_on_device(self, sums, stddev, step, divisor, numbers):
         """By Philox, in which a key and a counter select the values.
@@ -133,6 +127,78 @@ class GaussianNoise:
             values *= tf.cast(stddev, values.dtype)
             noised.append((total + values) / divisor)
         return noised
+
+
+def get(name: str, seed: int | None) -> "GaussianNoise | SecureNoise":
+    """By name: "fast" or "secure"."""
+    return SecureNoise() if name == "secure" else GaussianNoise(seed)
+
+
+class SecureNoise:
+    """Noise without a trace of floating-point arithmetic; see `rounded.py`.
+
+    It has no state: every tensor of every step has a key of its own, which is
+    forgotten at once.
+    """
+
+    def add(
+        self,
+        sums: list[tf.Tensor],
+        stddev: tf.Tensor,
+        step: tf.Tensor,
+        divisor: float = 1.0,
+        first: int = 0,
+        sensitivity: tf.Tensor | None = None,
+    ) -> list[tf.Tensor]:
+        """As `GaussianNoise.add`."""
+        del step, first  # No two draws are alike.
+        if _keras.in_xla():
+            raise ValueError(NOT_BY_XLA)
+        coordinates = sum(total.shape.num_elements() for total in sums)
+        sensitivity = tf.cast(sensitivity, tf.float64)
+        multiplier = tf.cast(stddev, tf.float64) / sensitivity
+
+        def draw(flat, multiplier, sensitivity):
+            return rounded.add(
+                flat,
+                float(multiplier),
+                float(sensitivity),
+                coordinates,
+                divisor,
+            )
+
+        def add(flat, place):
+            del place
+            arguments = [flat, multiplier, sensitivity]
+            noised = tf.numpy_function(draw, arguments, flat.dtype)
+            return tf.ensure_shape(noised, flat.shape)
+
+        return _in_groups(sums, add)
+
+
+def _in_groups(
+    sums: list[tf.Tensor], add: Callable[[tf.Tensor, int], tf.Tensor]
+) -> list[tf.Tensor]:
+    """What `add` makes of vectors: one of all small sums, one for each other.
+
+    Args:
+        sums: tensors.
+        add: takes a vector and the place of the first of its sums.
+    """
+    groups: dict[Any, list[int]] = {}
+    for place, total in enumerate(sums):
+        small = total.shape.num_elements() < SMALL
+        key = ("small", total.dtype) if small else ("large", place)
+        groups.setdefault(key, []).append(place)
+    noised = {}
+    for places in groups.values():
+        flat = [tf.reshape(sums[place], [-1]) for place in places]
+        mean = add(flat[0] if len(flat) == 1 else tf.concat(flat, 0), places[0])
+        sizes = [sums[place].shape.num_elements() for place in places]
+        parts = [mean] if len(places) == 1 else tf.split(mean, sizes)
+        for place, part in zip(places, parts, strict=True):
+            noised[place] = tf.reshape(part, sums[place].shape)
+    return [noised[place] for place in range(len(sums))]
 
 
 def _add_normal(flat, words, stddev, divisor):

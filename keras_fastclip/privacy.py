@@ -20,6 +20,7 @@ from keras_fastclip import (
     dials,
     losses,
     methods,
+    noise,
     physical,
     replicas,
 )
@@ -30,7 +31,6 @@ from keras_fastclip.accounting import (
     Unaccounted,
 )
 from keras_fastclip.capture import Plan
-from keras_fastclip.noise import GaussianNoise
 from keras_fastclip.probe import probe
 from keras_fastclip.registry.lookup import default_registry
 from keras_fastclip.settings import Settings
@@ -98,7 +98,7 @@ class Privacy:
     """
 
     def __init__(self, settings: Settings):
-        self.noise = GaussianNoise(settings.seed)
+        self.noise = noise.get(settings.noise, settings.seed)
         self.sampling_rng = np.random.default_rng(settings.seed)
         self.nonfinite = _keras.variable(np.int64(0))
         # Whether something stops training when a step was refused.
@@ -126,6 +126,8 @@ class Privacy:
         self.counter = counting.Counter(dials.SLOTS)
         self._recorded = self.counter.taken()
         self._norm_varied = settings.l2_norm_clip != norm
+        # Whether that is so of all steps.
+        self.secure = settings.noise == "secure"
         self._allow()
 
     @property
@@ -234,6 +236,7 @@ class Privacy:
             ),
             "clip_norm": self.clip_norm.value,
             "clip_norm_varied": self._norm_varied,
+            "secure": self.secure,
             "run": self._run,
         }
 
@@ -260,6 +263,8 @@ class Privacy:
         elif record["clip_norm"] != self.clip_norm.value:
             self._norm_varied |= bool(self._ledger.entries)
         self._norm_varied |= record["clip_norm_varied"]
+        if saved.entries:
+            self.secure &= record.get("secure", False)
         if settings.seed is not None:
             # What was drawn before must not be drawn again.
             self.sampling_rng = np.random.default_rng(
@@ -535,11 +540,13 @@ class Privacy:
             if self.clip_norm.adaptive is not None:
                 stddev = self.clip_norm.count_stddev(sigma, batch_size)
                 (balance,) = self.noise.add(
-                    [balance], stddev, step, first=len(sums)
+                    [balance], stddev, step, first=len(sums), sensitivity=0.5
                 )
                 self.clip_norm.adapt(balance, batch_size)
                 sigma = self.clip_norm.gradient_sigma(sigma, stddev)
-            means = self.noise.add(totals, sigma * norm, step, batch_size)
+            means = self.noise.add(
+                totals, sigma * norm, step, batch_size, sensitivity=norm
+            )
         return dict(zip(sums, means, strict=True))
 
     def denominator(self) -> float:
@@ -724,6 +731,8 @@ def require_trainable(model: keras.Model) -> None:
             "made with add_loss alone are not enough."
         )
     replicas.require_supported(model)
+    if model.jit_compile and model._privacy.settings.noise == "secure":
+        raise ValueError(noise.NOT_BY_XLA)
     optimizer = losses.unscaled_optimizer(model)
     if getattr(optimizer, "gradient_accumulation_steps", None):
         raise ValueError(
