@@ -112,6 +112,7 @@ class PrivateTraining:
         replicas.refuse_own_loops(self)
         batch, real, poisson = sampling.unpack(data)
         rows = tf.shape(losses.first_tensor(batch[0]))[0]
+        privacy.own_weights(self)
         use = privacy.cost(poisson, real, rows)
 
         def step():

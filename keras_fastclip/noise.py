@@ -40,11 +40,17 @@ class GaussianNoise:
 
     def __init__(self, seed: int | None = None):
         self._seed = seed
-        secret = [secrets.randbits(64), secrets.randbits(64)]
-        if seed is not None:
-            secret = [int(seed), 0]
         # Held as signed integers, which all devices have. Never saved.
-        self._secret = _keras.variable(np.array(secret, np.uint64).view("i8"))
+        self._secret = _keras.variable(np.zeros(2, np.int64))
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes another secret, unless there is a seed."""
+        secret = [secrets.randbits(64), secrets.randbits(64)]
+        if self._seed is not None:
+            secret = [int(self._seed), 0]
+        with tf.init_scope():  # Now, also while a step is traced.
+            self._secret.assign(np.array(secret, np.uint64).view("i8"))
 
     def add(
         self,
@@ -140,6 +146,9 @@ class SecureNoise:
     It has no state: every tensor of every step has a key of its own, which is
     forgotten at once.
     """
+
+    def renew(self) -> None:
+        """As `GaussianNoise.renew`."""
 
     def add(
         self,

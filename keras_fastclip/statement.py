@@ -107,8 +107,9 @@ def _bullets(ledger: "Ledger") -> list[str]:
 
 
 def _unaccounted(entries: list["Entry"]) -> str:
+    count = f"{_steps(entries):,} steps" if _steps(entries) else "Steps"
     return (
-        f"- {_steps(entries):,} steps that cannot be accounted for, because "
+        f"- {count} that cannot be accounted for, because "
         f"{entries[0].mechanism.reason}."
     )
 
