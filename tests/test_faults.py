@@ -343,7 +343,7 @@ import keras_fastclip
 from tests.test_faults import data, model
 
 def secrets(privacy):
-    batches = privacy.sampling_rng.integers(0, 2**60)
+    batches = int(privacy.sampling_rng.integers(0, 2**60))
     return [privacy._run, privacy.noise._secret.numpy().tolist(), batches]
 
 read, write = os.pipe()
