@@ -165,7 +165,10 @@ class SecureNoise:
             raise ValueError(NOT_BY_XLA)
         coordinates = sum(total.shape.num_elements() for total in sums)
         sensitivity = tf.cast(sensitivity, tf.float64)
-        multiplier = tf.cast(stddev, tf.float64) / sensitivity
+        # Where C is zero, so are the sums.
+        multiplier = tf.math.divide_no_nan(
+            tf.cast(stddev, tf.float64), sensitivity
+        )
 
         def draw(flat, multiplier, sensitivity):
             return rounded.add(

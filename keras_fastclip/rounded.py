@@ -38,7 +38,7 @@ many digits as it takes. So every value is rounded as if all its bits were
 known, and there is no end of the tail.
 
 **What it rests on.** That AES with a key of the operating system cannot be told
-from random bits; there is a new key for each tensor and step, which is never
+from random bits; there is a new key for each 32,768 values, which is never
 stored. That the float32 sums x differ by C(1 + 10⁻⁶) as the exact sums do:
 what rounding does while a sum is *computed* is not covered (Casacuberta et al.,
 2022). Nor is time: values that take decimal arithmetic take longer.
@@ -190,18 +190,18 @@ def _in_decimals(scale, low, top, angle):
 
 def _between(scale, halvings, low, angle, bits):
     """The integers, if all numbers that begin with these bits have the same."""
-    with decimal.localcontext() as context:
-        context.prec = bits // 3 + 40
+    digits = bits // 3 + 40
+    with decimal.localcontext(decimal.Context(prec=digits)):
         unit, size = Decimal(2) ** -bits, Decimal(scale)
         radii, cosines, sines = [], [], []
         for more in (0, 1):
             u = (1 - (low + more) * unit) / 2**halvings
             radii.append(size * (-2 * u.ln()).sqrt())
-            turn = _pi(context.prec) / 2 * (angle + more) * unit
+            turn = _pi(digits) / 2 * (angle + more) * unit
             cosines.append(_series(turn, first=0))
             sines.append(_series(turn, first=1))
         # The radius and the sine rise with their bits, the cosine falls.
-        margin = size.scaleb(20 - context.prec)
+        margin = size.scaleb(20 - digits)
         found = []
         for least, most in (cosines[::-1], sines):
             least = round(radii[0] * least - margin)
