@@ -426,10 +426,15 @@ def on_cpu() -> bool:
     """
     if tf.config.list_logical_devices("GPU"):
         return False
+    return not in_xla()
+
+
+def in_xla() -> bool:
+    """Whether XLA compiles what is traced now."""
     if tf.executing_eagerly():
-        return True
+        return False
     graph = tf.compat.v1.get_default_graph()
-    return not control_flow_util.GraphOrParentsInXlaContext(graph)
+    return control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
 def uses_onednn() -> bool:

@@ -171,8 +171,10 @@ def audit(
             the guesser sees their losses before and after. Finds errors in
             clipping too, where they are large. Or such examples of yours, as
             a pair (x, y); long gradients that share no direction show most.
-        num_canaries: how many; more show more. "gradients" needs as many
-            weights.
+        num_canaries: how many; more show more, up to some thousands. Of a
+            Gaussian ε of 10 at δ = 1e-5, 1,000 show about 4 if the mechanism
+            is known to be Gaussian, and 3,000 about 6; of an ε of 4.4 both
+            show about 2.5. "gradients" needs as many weights.
         batch_size, epochs, steps_per_epoch: as for `fit`.
         confidence: of each finding.
         seed: of the coins and the choice of canaries.

@@ -52,6 +52,6 @@ def _noise():
     if _keras.on_cpu():
         return (
             "AES keystream with keys from the operating system; "
-            "Philox in steps compiled by XLA"
+            "Philox in steps compiled by XLA; with noise='secure', exact"
         )
     return "Philox on the device, with 128 secret bits"

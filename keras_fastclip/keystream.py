@@ -54,19 +54,28 @@ def random_words(pairs: int, name: Hashable = None) -> np.ndarray:
         pairs: of normal values to be made from them.
         name: None for secret ones, or what repeatable ones are made from.
     """
+    words = random_bytes(4 * WORDS * pairs, name).view(np.uint32)
+    return words.reshape(WORDS, pairs)
+
+
+def random_bytes(size: int, name: Hashable = None) -> np.ndarray:
+    """Random bytes, by a key that is used for nothing else and forgotten.
+
+    Args:
+        size: how many.
+        name: as for `random_words`.
+    """
     if name is None:
         key = os.urandom(16)
     else:
         key = hashlib.sha256(repr(name).encode()).digest()[:16]
-    size = 4 * WORDS * pairs
     # The cipher asks for room for one more of its own blocks.
     room = np.empty(ALIGNMENT + size + 16, np.uint8)
     first = -room.ctypes.data % ALIGNMENT
     encrypt = Cipher(algorithms.AES128(key), modes.CTR(bytes(16))).encryptor()
     for start in range(first, first + size, len(ZEROS)):
         encrypt.update_into(ZEROS[: first + size - start], room[start:])
-    words = room[first : first + size].view(np.uint32)
-    return words.reshape(WORDS, pairs)
+    return room[first : first + size]
 
 
 def normal(

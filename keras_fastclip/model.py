@@ -112,6 +112,7 @@ class PrivateTraining:
         replicas.refuse_own_loops(self)
         batch, real, poisson = sampling.unpack(data)
         rows = tf.shape(losses.first_tensor(batch[0]))[0]
+        privacy.own_weights(self)
         use = privacy.cost(poisson, real, rows)
 
         def step():
@@ -323,6 +324,7 @@ class PrivateTraining:
             delta,
             l2_norm_clip=privacy.the_clip_norm(),
             seeded=privacy.settings.seed is not None,
+            secure=privacy.secure,
             notes=privacy.notes(),
         )
 
@@ -543,6 +545,9 @@ class DPModel(_PrivateModel, keras.Model):
             of single examples in them.
         seed: makes noise and sampling repeatable, for experiments on public
             data. Noise that others can repeat protects nothing.
+        noise: "fast", or "secure": sum and noise are rounded to a grid and
+            added as integers, so that floating-point arithmetic leaves no
+            trace of the sum in the result. Slower, and not with XLA.
         memory_budget: bytes that method "auto" may take for norms and clipped
             sums, beyond what plain training takes; the sum itself and its
             noise, each as large as the weights, are not counted. By default

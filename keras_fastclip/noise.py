@@ -3,17 +3,19 @@
 On a CPU the values come from a keystream of AES (`keystream.py`). On other
 devices and in steps compiled by XLA, which cannot call it, they come from
 TensorFlow's Philox generator on the device itself: a counter-based generator,
-too, with 128 secret bits from the operating system.
+too, with 128 secret bits from the operating system. `noise="secure"` adds
+integers to integers (`rounded.py`), on the processor and nowhere else.
 """
 
 import functools
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import _keras, keystream
+from keras_fastclip import _keras, keystream, rounded
 
 PHILOX = 1
 # Counters of one step: more weights than any model has.
@@ -24,6 +26,10 @@ SMALL = 1 << 16
 # Longer ones get it in pieces, so many at a time: more would hold memory.
 PIECE = 1 << 20
 IN_FLIGHT = 2
+NOT_BY_XLA = (
+    "noise='secure' takes exact arithmetic, which XLA does not have. Compile "
+    "the model with jit_compile=False, or make it with noise='fast'."
+)
 
 
 class GaussianNoise:
@@ -37,11 +43,17 @@ class GaussianNoise:
 
     def __init__(self, seed: int | None = None):
         self._seed = seed
-        secret = [secrets.randbits(64), secrets.randbits(64)]
-        if seed is not None:
-            secret = [int(seed), 0]
         # Held as signed integers, which all devices have. Never saved.
-        self._secret = _keras.variable(np.array(secret, np.uint64).view("i8"))
+        self._secret = _keras.variable(np.zeros(2, np.int64))
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes another secret, unless there is a seed."""
+        secret = [secrets.randbits(64), secrets.randbits(64)]
+        if self._seed is not None:
+            secret = [int(self._seed), 0]
+        with tf.init_scope():  # Now, also while a step is traced.
+            self._secret.assign(np.array(secret, np.uint64).view("i8"))
 
     def add(
         self,
@@ -50,6 +62,7 @@ class GaussianNoise:
         step: tf.Tensor,
         divisor: float = 1.0,
         first: int = 0,
+        sensitivity: tf.Tensor | None = None,
     ) -> list[tf.Tensor]:
         """(sum + noise) / divisor for each of the sums.
 
@@ -63,40 +76,31 @@ class GaussianNoise:
             divisor: what sum and noise are divided by.
             first: number of the first of these tensors among all of the step;
                 step and number together may be used once only.
+            sensitivity: C, how far one example can move all sums together;
+                `SecureNoise` needs it.
         """
+        del sensitivity
         numbers = range(first, first + len(sums))
         if not _keras.on_cpu():
             return self._add_on_device(sums, stddev, step, divisor, numbers)
         stddev = tf.cast(stddev, tf.float64)
         divisor = tf.constant(divisor, tf.float64)
-        groups: dict[Any, list[int]] = {}
-        for place, total in enumerate(sums):
-            small = total.shape.num_elements() < SMALL
-            key = ("small", total.dtype) if small else ("large", place)
-            groups.setdefault(key, []).append(place)
-        noised, parts = {}, []
-        for places in groups.values():
-            flat = [tf.reshape(sums[place], [-1]) for place in places]
-            sizes = [each.shape[0] for each in flat]
-            flat = flat[0] if len(flat) == 1 else tf.concat(flat, 0)
-            number, first = numbers[places[0]], len(parts)
+        parts = []
+
+        def add(flat, place):
+            """By AES; no more than some pieces at a time."""
+            first = len(parts)
             for piece in _pieces(flat):
                 waits = [] if len(parts) < IN_FLIGHT else parts[-IN_FLIGHT]
-                name = number, len(parts) - first
+                name = numbers[place], len(parts) - first
                 words = self._words(piece, step, name, waits)
-                size = piece.shape[0]
-                large = size >= SMALL
-                add = _compiled(size, flat.dtype) if large else _add_normal
-                parts.append(add(piece, words, stddev, divisor))
-            mean = tf.concat(
-                [half for part in parts[first:] for half in part], 0
-            )
-            means = [mean] if len(places) == 1 else tf.split(mean, sizes)
-            noised.update(zip(places, means, strict=True))
-        return [
-            tf.reshape(noised[place], total.shape)
-            for place, total in enumerate(sums)
-        ]
+                large = piece.shape[0] >= SMALL
+                noised = _compiled(piece.shape[0], piece.dtype)
+                noised = noised if large else _add_normal
+                parts.append(noised(piece, words, stddev, divisor))
+            return tf.concat([h for part in parts[first:] for h in part], 0)
+
+        return _in_groups(sums, add)
 
     def _words(self, piece, step, name, waits):
         """Random words for values to be added, drawn once these are there."""
@@ -140,6 +144,84 @@ class GaussianNoise:
             values *= tf.cast(stddev, values.dtype)
             noised.append((total + values) / divisor)
         return noised
+
+
+def get(name: str, seed: int | None) -> "GaussianNoise | SecureNoise":
+    """By name: "fast" or "secure"."""
+    return SecureNoise() if name == "secure" else GaussianNoise(seed)
+
+
+class SecureNoise:
+    """Noise without a trace of floating-point arithmetic; see `rounded.py`.
+
+    It has no state: every tensor of every step has a key of its own, which is
+    forgotten at once.
+    """
+
+    def renew(self) -> None:
+        """As `GaussianNoise.renew`."""
+
+    def add(
+        self,
+        sums: list[tf.Tensor],
+        stddev: tf.Tensor,
+        step: tf.Tensor,
+        divisor: float = 1.0,
+        first: int = 0,
+        sensitivity: tf.Tensor | None = None,
+    ) -> list[tf.Tensor]:
+        """As `GaussianNoise.add`."""
+        del step, first  # No two draws are alike.
+        if _keras.in_xla():
+            raise ValueError(NOT_BY_XLA)
+        coordinates = sum(total.shape.num_elements() for total in sums)
+        sensitivity = tf.cast(sensitivity, tf.float64)
+        # Where C is zero, so are the sums.
+        multiplier = tf.math.divide_no_nan(
+            tf.cast(stddev, tf.float64), sensitivity
+        )
+
+        def draw(flat, multiplier, sensitivity):
+            return rounded.add(
+                flat,
+                float(multiplier),
+                float(sensitivity),
+                coordinates,
+                divisor,
+            )
+
+        def add(flat, place):
+            del place
+            arguments = [flat, multiplier, sensitivity]
+            noised = tf.numpy_function(draw, arguments, flat.dtype)
+            return tf.ensure_shape(noised, flat.shape)
+
+        return _in_groups(sums, add)
+
+
+def _in_groups(
+    sums: list[tf.Tensor], add: Callable[[tf.Tensor, int], tf.Tensor]
+) -> list[tf.Tensor]:
+    """What `add` makes of vectors: one of all small sums, one for each other.
+
+    Args:
+        sums: tensors.
+        add: takes a vector and the place of the first of its sums.
+    """
+    groups: dict[Any, list[int]] = {}
+    for place, total in enumerate(sums):
+        small = total.shape.num_elements() < SMALL
+        key = ("small", total.dtype) if small else ("large", place)
+        groups.setdefault(key, []).append(place)
+    noised = {}
+    for places in groups.values():
+        flat = [tf.reshape(sums[place], [-1]) for place in places]
+        mean = add(flat[0] if len(flat) == 1 else tf.concat(flat, 0), places[0])
+        sizes = [sums[place].shape.num_elements() for place in places]
+        parts = [mean] if len(places) == 1 else tf.split(mean, sizes)
+        for place, part in zip(places, parts, strict=True):
+            noised[place] = tf.reshape(part, sums[place].shape)
+    return [noised[place] for place in range(len(sums))]
 
 
 def _pieces(flat):

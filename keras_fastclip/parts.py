@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_fastclip.capture import Use
 from keras_fastclip.planner import Item, Way
-from keras_fastclip.registry import shared
+from keras_fastclip.registry import linear, shared
 from keras_fastclip.registry.embedding import Lookup
 from keras_fastclip.registry.terms import (
     Factors,
@@ -23,10 +23,6 @@ from keras_fastclip.registry.turns import (
     norm_of_one,
     norms_in_turns,
 )
-
-# Units of roundoff by which two sums of the same products may differ; as for
-# ghost norms, see `linear.rounded_up`.
-_ROUNDINGS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +140,17 @@ class Part:
         pairs = zip(self.uses, self._by_use(operands), strict=True)
         reach = tf.add_n([use.term.reach(*own) for use, own in pairs])
         unit = np.finfo(reach.dtype.as_numpy_dtype).eps
-        return tf.square(tf.sqrt(squared_norms) + _ROUNDINGS * unit * reach)
+        # Of the one sum and of the other.
+        most = 2 * linear.units(self._positions(), linear.SUM_UNITS)
+        return tf.square(tf.sqrt(squared_norms) + most * unit * reach)
+
+    def _positions(self):
+        """T over all uses, or more than any if it is not known."""
+        found = [use.term.sizes(use.rows) for use in self.uses]
+        known = [sizes[0] for sizes in found if sizes is not None]
+        if len(known) < len(found) or None in known:
+            return 2**31
+        return sum(known)
 
     def _ghost_norms(self):
         if len(self.uses) > 1:

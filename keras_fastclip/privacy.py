@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import secrets
 import threading
 import weakref
@@ -20,8 +21,10 @@ from keras_fastclip import (
     dials,
     losses,
     methods,
+    noise,
     physical,
     replicas,
+    sharing,
 )
 from keras_fastclip.accounting import (
     Ledger,
@@ -30,7 +33,6 @@ from keras_fastclip.accounting import (
     Unaccounted,
 )
 from keras_fastclip.capture import Plan
-from keras_fastclip.noise import GaussianNoise
 from keras_fastclip.probe import probe
 from keras_fastclip.registry.lookup import default_registry
 from keras_fastclip.settings import Settings
@@ -45,6 +47,22 @@ LOST_STEPS = Unaccounted(
     "record=), or it was used otherwise (after training on public data, "
     "compile the model anew)"
 )
+
+
+SHARED = (
+    "layers were trained by the private model {!r} as well, whose steps are on "
+    "the record of that model only"
+)
+# How often this process was made by a fork, from the first one on.
+_forks = 0
+
+
+def _forked():
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class Source(NamedTuple):
@@ -98,8 +116,10 @@ class Privacy:
     """
 
     def __init__(self, settings: Settings):
-        self.noise = GaussianNoise(settings.seed)
-        self.sampling_rng = np.random.default_rng(settings.seed)
+        self.noise = noise.get(settings.noise, settings.seed)
+        self._sampling_rng = np.random.default_rng(settings.seed)
+        self._forks = _forks
+        self._owner = sharing.new_owner()
         self.nonfinite = _keras.variable(np.int64(0))
         # Whether something stops training when a step was refused.
         self._stops = _keras.variable(np.bool_(False))
@@ -126,7 +146,24 @@ class Privacy:
         self.counter = counting.Counter(dials.SLOTS)
         self._recorded = self.counter.taken()
         self._norm_varied = settings.l2_norm_clip != norm
+        # Whether that is so of all steps.
+        self.secure = settings.noise == "secure"
         self._allow()
+
+    @property
+    def sampling_rng(self) -> np.random.Generator:
+        """What batches are drawn by."""
+        self._renew_after_fork()
+        return self._sampling_rng
+
+    def _renew_after_fork(self):
+        """Nothing is drawn that another process draws, too."""
+        if self._forks == _forks:
+            return
+        self._forks, self._run = _forks, secrets.token_hex(8)
+        self.noise.renew()
+        if self.settings.seed is None:
+            self._sampling_rng = np.random.default_rng()
 
     @property
     def steps(self) -> tf.Variable:
@@ -205,7 +242,26 @@ class Privacy:
             made = int(optimizer.iterations.numpy())
             missing = max(0, made - self._ledger.total_steps)
             self._ledger.record(LOST_STEPS, missing)
+        other = sharing.other_owner(model.weights, self._owner)
+        if other is not None:
+            unknown = Unaccounted(SHARED.format(other))
+            if unknown.reason not in self._ledger.unaccounted_reasons():
+                self._ledger.record(unknown, 0, uses=1)
         return self._ledger
+
+    def own_weights(self, model: keras.Model) -> None:
+        """Before steps: refuses weights that another private model trained."""
+        other = sharing.other_owner(model.weights, self._owner)
+        # Without noise there is no guarantee that could be wrong.
+        if other is not None and self.multiplier.values[0] != 0:
+            raise ValueError(
+                f"The model {model.name!r} shares layers with the private "
+                f"model {other!r}, which trained them: their steps would be on "
+                "the record of that model only. Build the layers anew, load "
+                "weights that were saved by that model, and name the file: "
+                "make_private(..., record=file)."
+            )
+        sharing.claim(model.trainable_variables, self._owner, model.name)
 
     def _enter_steps(self):
         """Enters what was counted since the last time into the ledger."""
@@ -234,6 +290,7 @@ class Privacy:
             ),
             "clip_norm": self.clip_norm.value,
             "clip_norm_varied": self._norm_varied,
+            "secure": self.secure,
             "run": self._run,
         }
 
@@ -260,9 +317,11 @@ class Privacy:
         elif record["clip_norm"] != self.clip_norm.value:
             self._norm_varied |= bool(self._ledger.entries)
         self._norm_varied |= record["clip_norm_varied"]
+        if saved.entries:
+            self.secure &= record.get("secure", False)
         if settings.seed is not None:
             # What was drawn before must not be drawn again.
-            self.sampling_rng = np.random.default_rng(
+            self._sampling_rng = np.random.default_rng(
                 [settings.seed, self._ledger.total_steps]
             )
         self._allow()
@@ -275,6 +334,8 @@ class Privacy:
     def batches_from(self, model: keras.Model, source: Source | None):
         """Steps made inside are entered as on batches of that source."""
         with self._only_thread():
+            self._renew_after_fork()
+            self.own_weights(model)
             self.ledger(model)  # enters what came before
             before = self._source
             with self.counter.other_batches():
@@ -484,6 +545,7 @@ class Privacy:
 
     def cost(self, poisson: bool, real: tf.Tensor | None, rows: tf.Tensor):
         """What a step on a batch would cost, for `within_budget`."""
+        self._renew_after_fork()
         self.denominator()  # If either is not known, there is no step.
         self._require_multiplier()
         if real is not None:
@@ -535,11 +597,13 @@ class Privacy:
             if self.clip_norm.adaptive is not None:
                 stddev = self.clip_norm.count_stddev(sigma, batch_size)
                 (balance,) = self.noise.add(
-                    [balance], stddev, step, first=len(sums)
+                    [balance], stddev, step, first=len(sums), sensitivity=0.5
                 )
                 self.clip_norm.adapt(balance, batch_size)
                 sigma = self.clip_norm.gradient_sigma(sigma, stddev)
-            means = self.noise.add(totals, sigma * norm, step, batch_size)
+            means = self.noise.add(
+                totals, sigma * norm, step, batch_size, sensitivity=norm
+            )
         return dict(zip(sums, means, strict=True))
 
     def denominator(self) -> float:
@@ -724,6 +788,8 @@ def require_trainable(model: keras.Model) -> None:
             "made with add_loss alone are not enough."
         )
     replicas.require_supported(model)
+    if model.jit_compile and model._privacy.settings.noise == "secure":
+        raise ValueError(noise.NOT_BY_XLA)
     optimizer = losses.unscaled_optimizer(model)
     if getattr(optimizer, "gradient_accumulation_steps", None):
         raise ValueError(

@@ -100,6 +100,7 @@ def train_step(
     first = strategy.experimental_local_results(data)[0]
     batch, _, poisson = sampling.unpack(_content(first))
     privacy.plan(model, batch)  # Checks the model, which no replica can.
+    privacy.own_weights(model)
     rows, checked = _whole(strategy, data)
     with tf.control_dependencies(checked):
         use = privacy.cost(poisson, None, rows)

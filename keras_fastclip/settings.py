@@ -36,6 +36,7 @@ class Settings:
     target_epsilon: float | None = None
     max_epsilon: float | None = None
     delta: float | None = None
+    noise: str = "fast"
 
     def __post_init__(self):
         dials.validate(self.l2_norm_clip, self.noise_multiplier)
@@ -52,6 +53,12 @@ class Settings:
             )
         if self.seed is not None:
             _validate.non_negative_integer(seed=self.seed)
+        _validate.one_of(("fast", "secure"), noise=self.noise)
+        if self.noise == "secure" and self.seed is not None:
+            raise ValueError(
+                "noise='secure' cannot be repeated. Leave out `seed`, or use "
+                f"noise='fast'; received seed={self.seed!r}."
+            )
         if self.memory_budget is not None:
             _validate.non_negative_integer(memory_budget=self.memory_budget)
         if self.ways is not None:

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 # More entries of one kind, on as many examples, are told in one bullet.
 _AT_MOST_BULLETS = 8
 
+_SECURE = (
+    "The noise was secure noise: sums and noise were rounded to a grid and "
+    "added as integers, exactly, the noise being larger by what rounding can "
+    "add to the influence of an example. So floating-point arithmetic leaves "
+    "no trace of a sum in the result. The random bits came from a cipher "
+    "(AES) with keys of the operating system."
+)
+
 
 def statement(
     ledger: "Ledger",
@@ -22,6 +30,7 @@ def statement(
     *,
     l2_norm_clip: float | None,
     seeded: bool = False,
+    secure: bool = False,
     notes: Sequence[str] = (),
 ) -> str:
     """Writes the privacy guarantee of a training run in plain English.
@@ -32,6 +41,8 @@ def statement(
         l2_norm_clip: The bound C on the norm of one example's gradient; None
             if it was not the same for all steps.
         seeded: Whether the noise came from a fixed seed.
+        secure: Whether the noise of all steps was made with
+            `noise="secure"`.
         notes: Further paragraphs on what was done; one that begins with
             `"- "` is a bullet.
 
@@ -43,6 +54,7 @@ def statement(
     paragraphs = [
         "PRIVACY STATEMENT",
         *_what_was_done(ledger, l2_norm_clip),
+        *([_SECURE] if secure and ledger.entries else []),
         *notes,
         *_what_is_guaranteed(ledger, epsilon),
     ]
@@ -53,7 +65,7 @@ def statement(
             "Warning. The noise came from a fixed seed. Whoever knows the seed "
             "can take the noise away again: against them there is no guarantee."
         )
-    paragraphs += _what_is_not_covered()
+    paragraphs += [*_what_is_not_covered(), _flaws(secure)]
     return "\n\n".join(_wrap(paragraph) for paragraph in paragraphs) + "\n"
 
 
@@ -95,8 +107,9 @@ def _bullets(ledger: "Ledger") -> list[str]:
 
 
 def _unaccounted(entries: list["Entry"]) -> str:
+    count = f"{_steps(entries):,} steps" if _steps(entries) else "Steps"
     return (
-        f"- {_steps(entries):,} steps that cannot be accounted for, because "
+        f"- {count} that cannot be accounted for, because "
         f"{entries[0].mechanism.reason}."
     )
 
@@ -267,9 +280,20 @@ def _what_is_not_covered() -> list[str]:
         "- What is learned about a person from the other examples: a model "
         "may show facts about a population whether or not one member of it "
         "took part.",
-        "- Flaws of the random number generator and of floating-point "
-        "arithmetic: the figures are for ideal Gaussian noise.",
     ]
+
+
+def _flaws(secure: bool) -> str:
+    if secure:
+        return (
+            "- Flaws of the cipher behind the noise, and what rounding does to "
+            "sums of limited contributions while they are added up, before "
+            "they are rounded to the grid."
+        )
+    return (
+        "- Flaws of the random number generator and of floating-point "
+        "arithmetic: the figures are for ideal Gaussian noise."
+    )
 
 
 def _round_up(value: float) -> str:

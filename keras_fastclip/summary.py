@@ -154,7 +154,8 @@ def clipping_summary(
     console.print(table)
     text = console.file.getvalue().rstrip()
     total, _ = privacy.latest_plan.numbers
-    print_fn(f"{text}\n\n {total:,} trained weights in all")
+    noise = privacy.settings.noise
+    print_fn(f"{text}\n\n {total:,} trained weights in all, {noise} noise")
 
 
 def _by_layer(plan: Plan, method: Method, limits: Limits) -> dict[str, tuple]:

@@ -555,9 +555,9 @@ class Convolution(Linear):
         g = tf.reshape(padded_g, [-1, math.prod(sizes), other.shape[-1]])
         d, p = self._widths()
         gram_g = gram(g[:, : gram_a.shape[-1]])
-        norms, lengths = product_of_grams(gram_a, gram_g, d, p)
+        norms, errors, reach = product_of_grams(gram_a, gram_g, d, p)
         positions = tf.shape(gram_a)[-1]
-        return rounded_up(norms, tf.square(lengths), d + p, positions)
+        return rounded_up(norms, errors, tf.square(reach), positions)
 
 
 def _examples_in(numbers, each):

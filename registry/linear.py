@@ -20,7 +20,7 @@ and g (rows, T, S, p).
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -39,6 +39,10 @@ from keras_fastclip.registry.turns import norms_in_turns
 
 # Rows of a Gram matrix in a tile.
 TILE = 512
+
+# Units of roundoff by which a product of long vectors, and the sum of products
+# over positions, may be off; see `units`.
+GRAM_UNITS, SUM_UNITS = 135, 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,45 +338,57 @@ def ghost_norm(
         return norms_in_turns(ghost_norm, [a, g])
     if form == "tiles":
         return norms_in_turns(ghost_norm_by_tiles, [a, g])
-    return _without_blocks(a, g, *gram_product(a, g))
+    return _without_blocks(a, g, gram_product(a, g))
 
 
 def ghost_norm_by_tiles(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     """`ghost_norm` that holds few rows of the Gram matrices at a time."""
     squares = tf.reduce_sum(a * a, -1), tf.reduce_sum(g * g, -1)
-    product = _product_by_tiles(a, g)
-    widths = a.shape[-1], g.shape[-1]
-    return _without_blocks(a, g, *_with_sizes(product, *squares, *widths))
+    sizes = _Sizes.of(*squares, a.shape[-1], g.shape[-1])
+    return _without_blocks(a, g, sizes.product(*_sums_by_tiles(a, g, sizes)))
 
 
-def _without_blocks(a, g, norms, sizes):
+def _without_blocks(a, g, product):
     """The norm over all blocks of a kernel, rounded up."""
     return rounded_up(
-        _sum_but_first(norms),
-        _sum_but_first(tf.square(sizes)),
-        a.shape[-1] + g.shape[-1],
+        _sum_but_first(product.value),
+        _sum_but_first(product.error),
+        _sum_but_first(tf.square(product.reach)),
         tf.shape(a)[-2],
     )
 
 
-def gram_product(a: tf.Tensor, g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """⟨aaᵀ, ggᵀ⟩ before rounding up, and Σ|aₜ||gₜ|, of each example.
+class Product(NamedTuple):
+    """⟨aaᵀ, ggᵀ⟩ of each example, and of each block if there are several.
 
-    Kernels of several blocks have both for each block.
-
-    Args:
-        a, g: (..., T, d) and (..., T, p).
+    Attributes:
+        value: before rounding up.
+        error: by how many units of roundoff it may be off.
+        reach: Σ|aₜ||gₜ|, what its root could be if nothing cancelled.
     """
+
+    value: tf.Tensor
+    error: tf.Tensor
+    reach: tf.Tensor
+
+
+def gram_product(a: tf.Tensor, g: tf.Tensor) -> Product:
+    """⟨aaᵀ, ggᵀ⟩ of a (..., T, d) and g (..., T, p)."""
     return product_of_grams(gram(a), gram(g), a.shape[-1], g.shape[-1])
 
 
 def product_of_grams(
     gram_a: tf.Tensor, gram_g: tf.Tensor, d: int, p: int
-) -> tuple[tf.Tensor, tf.Tensor]:
+) -> Product:
     """`gram_product` of Gram matrices that are there already."""
-    product = _sum_of_products(gram_a, gram_g)
     squares = tf.linalg.diag_part(gram_a), tf.linalg.diag_part(gram_g)
-    return _with_sizes(product, *squares, d, p)
+    sizes = _Sizes.of(*squares, d, p)
+    sums = (
+        _sum_of_products(gram_a, gram_g),
+        spread(gram_a, sizes.g, sizes.g),
+        spread(gram_g, sizes.a, sizes.a),
+    )
+    return sizes.product(*sums)
 
 
 def gram(tensor: tf.Tensor) -> tf.Tensor:
@@ -380,16 +396,51 @@ def gram(tensor: tf.Tensor) -> tf.Tensor:
     return tf.matmul(tensor, tensor, transpose_b=True)
 
 
-def _with_sizes(product, squares_a, squares_g, d, p):
-    """With what was too small to be held, and Σ|aₜ||gₜ|."""
-    squares_a = _with_lost(squares_a, d)
-    squares_g = _with_lost(squares_g, p)
-    sizes = tf.reduce_sum(tf.sqrt(squares_a * squares_g), -1)
-    # |aₛ·aₜ| is at most Σ|aₜ|².
-    lost_a = _lost(product, d) * tf.reduce_sum(squares_g, -1)
-    lost_g = _lost(product, p) * tf.reduce_sum(squares_a, -1)
-    count = tf.cast(tf.shape(squares_a)[-1], product.dtype)
-    return product + count * (lost_a + lost_g), sizes
+class _Sizes(NamedTuple):
+    """|aₜ| and |gₜ|, not below their true values, and d and p."""
+
+    a: tf.Tensor
+    g: tf.Tensor
+    d: int
+    p: int
+
+    @classmethod
+    def of(cls, squares_a, squares_g, d, p):
+        return cls(
+            tf.sqrt(_with_lost(squares_a, d)),
+            tf.sqrt(_with_lost(squares_g, p)),
+            d,
+            p,
+        )
+
+    def product(self, value, spread_a, spread_g) -> Product:
+        """With what was too small to be held, and a bound on the error.
+
+        Computed are aaᵀ + E and ggᵀ + F, where |Eₛₜ| is at most units(d) of
+        roundoff times |aₛ||aₜ|, and |Fₛₜ| likewise. So their product is off by
+        ⟨|E|, |ggᵀ|⟩ + ⟨|aaᵀ|, |F|⟩ + ⟨|E|, |F|⟩, and by what the sum over T
+        positions and T again adds.
+
+        Args:
+            value: ⟨aaᵀ, ggᵀ⟩ as computed.
+            spread_a: Σ|gₛ||gₜ||aₛ·aₜ|.
+            spread_g: Σ|aₛ||aₜ||gₛ·gₜ|.
+        """
+        # |aₛ·aₜ| is at most Σ|aₜ|².
+        lost_a = _lost(value, self.d) * tf.reduce_sum(tf.square(self.g), -1)
+        lost_g = _lost(value, self.p) * tf.reduce_sum(tf.square(self.a), -1)
+        count = tf.cast(tf.shape(self.a)[-1], value.dtype)
+        of_a, of_g = units(self.d), units(self.p)
+        reach = tf.reduce_sum(self.a * self.g, -1)
+        both = of_a * of_g * np.finfo(value.dtype.as_numpy_dtype).eps
+        error = of_a * spread_g + (of_g + long_units(count)) * spread_a
+        error += both * tf.square(reach)
+        return Product(value + count * (lost_a + lost_g), error, reach)
+
+
+def spread(gram: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
+    """Σ rowsₛ columnsₜ |gramₛₜ|."""
+    return tf.reduce_sum(rows * tf.linalg.matvec(tf.abs(gram), columns), -1)
 
 
 def _sum_of_products(a, g):
@@ -402,20 +453,26 @@ def _sum_of_products(a, g):
     return tf.cast(total, products.dtype)
 
 
-def _product_by_tiles(a, g):
+def _sums_by_tiles(a, g, sizes):
+    """The sums that `_Sizes.product` takes."""
+
     def tile(start):
         rows = slice(start, start + TILE)
         gram_a = tf.matmul(a[..., rows, :], a, transpose_b=True)
         gram_g = tf.matmul(g[..., rows, :], g, transpose_b=True)
-        return _sum_of_products(gram_a, gram_g)
+        return (
+            _sum_of_products(gram_a, gram_g),
+            spread(gram_a, sizes.g[..., rows], sizes.g),
+            spread(gram_g, sizes.a[..., rows], sizes.a),
+        )
 
     sums = tf.map_fn(
         tile,
         tf.range(0, tf.shape(a)[-2], TILE),
-        fn_output_signature=a.dtype,
+        fn_output_signature=(a.dtype,) * 3,
         parallel_iterations=1,
     )
-    return tf.reduce_sum(sums, 0)
+    return [tf.reduce_sum(each, 0) for each in sums]
 
 
 def _lost(like, width):
@@ -432,29 +489,51 @@ def _with_lost(squares, width):
     return squares + _lost(squares, width)
 
 
+def units(length: Any, at_most: int = GRAM_UNITS) -> Any:
+    """By how many units of roundoff products of vectors may be off.
+
+    That is, times the product of their lengths. The number grows with the
+    length of the sum, when its terms are all rounded the same way, and stops
+    growing where matrix products are blocked. Measured over constant inputs it
+    is below 8 at 64, 32 at 256, 58 at 1024 and 127 at any length for products
+    of all pairs of vectors; and below 46 at any length for the one product
+    that sums gradients, over positions.
+
+    Args:
+        length: of the vectors; a number or a scalar tensor.
+        at_most: how far it grows.
+    """
+    if isinstance(length, tf.Tensor):
+        return tf.minimum(1 + 0.15 * length, at_most)
+    return min(1 + 0.15 * length, at_most)
+
+
+def long_units(positions: tf.Tensor) -> tf.Tensor:
+    """Units of roundoff that sums over T positions and T again add."""
+    return 2 + 0.04 * positions
+
+
 def rounded_up(
-    norms: tf.Tensor, largest: tf.Tensor, width: int, positions: tf.Tensor
+    norms: tf.Tensor,
+    errors: tf.Tensor,
+    reach_squared: tf.Tensor,
+    positions: tf.Tensor,
 ) -> tf.Tensor:
     """Squared norms that may have cancelled, not below their true values.
 
-    A ghost norm sums products of either sign. Its error is a number of units
-    of roundoff, times what the sum would be if nothing cancelled. That number
-    grows with the length d of the inner products, when their terms are all
-    rounded the same way, and stops growing where matrix products are blocked.
-    Measured over constant and alternating inputs it is below 14 at
-    d = p = 64, 55 at 256 and 73 at 1024; the margin is 21, 78 and 100. The
-    sums over T positions and T again add a little to it.
+    Nor below those of the gradients in the sum, which are sums over positions
+    and rounded as such.
 
     Args:
         norms: the sums.
-        largest: what they would be if nothing cancelled.
-        width: d + p.
+        errors: units of roundoff by which they may be off.
+        reach_squared: what they would be if nothing cancelled.
         positions: T.
     """
     unit = np.finfo(norms.dtype.as_numpy_dtype).eps
-    long = 0.04 * tf.cast(positions, norms.dtype)
-    margin = (min(2 + 0.15 * width, 100) + long) * unit
-    return tf.maximum(norms, 0) + margin * largest
+    most = tf.sqrt(tf.maximum(norms, 0) + unit * errors)
+    in_sum = units(tf.cast(positions, norms.dtype), SUM_UNITS) * unit
+    return tf.square(most + in_sum * tf.sqrt(reach_squared))
 
 
 def scaled_pair(

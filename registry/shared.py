@@ -22,7 +22,10 @@ from keras_fastclip.registry.linear import (
     Linear,
     ghost_norm,
     gram_product,
+    long_units,
     rounded_up,
+    spread,
+    units,
 )
 
 
@@ -47,15 +50,16 @@ def omega(uses: Sequence[Any], form: str | None = None) -> tf.Tensor | None:
     (a, g), (ids, u) = kernel, lookup
     at_ids = tf.gather(a, ids, axis=2, batch_dims=1)
     cross = at_ids * tf.matmul(g, u, transpose_b=True)
-    total, largest = gram_product(a, g)
+    total, error, reach = gram_product(a, g)
     total += lookup_norm(ids, u) + 2 * tf.reduce_sum(cross, [1, 2])
-    largest += tf.reduce_sum(tf.norm(u, axis=-1), 1)
-    return rounded_up(
-        total,
-        tf.square(largest),
-        a.shape[-1] + u.shape[-1],
-        tf.shape(a)[-2] + tf.shape(u)[-2],
-    )
+    # The lookup adds up to T rows of u to one, and squares that.
+    positions = tf.cast(tf.shape(a)[-2] + tf.shape(u)[-2], total.dtype)
+    lengths_g, lengths_u = tf.norm(g, axis=-1), tf.norm(u, axis=-1)
+    looked_up, long = tf.reduce_sum(lengths_u, 1), long_units(positions)
+    error += (units(positions) + long) * tf.square(looked_up)
+    crossed = 2 * spread(at_ids, lengths_g, lengths_u)
+    error += (units(u.shape[-1]) + long) * crossed
+    return rounded_up(total, error, tf.square(reach + looked_up), positions)
 
 
 def prefers_omega(uses: Sequence[Any]) -> bool:

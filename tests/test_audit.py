@@ -170,7 +170,7 @@ def test_double_sampling_is_found(monkeypatch):
 
 
 def test_noise_that_weights_share_is_found(monkeypatch):
-    def add(self, sums, stddev, step, divisor=1.0, first=0):
+    def add(self, sums, stddev, step, divisor, **options):
         value = tf.random.stateless_normal([], tf.stack([step, 7]))
         value *= tf.cast(stddev, value.dtype)
         return [(total + value) / divisor for total in sums]

@@ -337,6 +337,28 @@ print(found[0] == str(steps) == "4")
 print(found[1] != str(hash(text)))
 """
 
+FORKED_LATER = """
+import os
+import keras_fastclip
+from tests.test_faults import data, model
+
+def secrets(privacy):
+    batches = int(privacy.sampling_rng.integers(0, 2**60))
+    return [privacy._run, privacy.noise._secret.numpy().tolist(), batches]
+
+read, write = os.pipe()
+private = model()
+privacy = private._privacy
+before = [privacy._run, privacy.noise._secret.numpy().tolist()]
+if not os.fork():
+    os.write(write, repr(secrets(privacy)).encode())
+    os._exit(0)
+os.wait()
+found, mine = eval(os.read(read, 1000)), secrets(privacy)
+print(mine[:2] == before)
+print(all(a != b for a, b in zip(found, mine)))
+"""
+
 
 def started(code, *arguments):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -359,3 +381,9 @@ def test_an_interrupt_from_the_keyboard():
 def test_a_process_forked_after_the_import():
     """Both train, with noise of their own."""
     assert started(FORKED).communicate()[0].split() == ["True", "True"]
+
+
+def test_a_process_forked_when_there_is_a_model():
+    """It draws neither the noise nor the batches of the first one."""
+    found = started(FORKED_LATER).communicate(timeout=300)[0]
+    assert found.split() == ["True", "True"]

@@ -233,6 +233,12 @@ def test_noise_on_the_global_sum_has_its_standard_deviation():
         assert abs(mean_square - 1) < 6.5 * math.sqrt(2 / values.size)
 
 
+def test_secure_noise_on_the_global_sum_has_its_standard_deviation():
+    for values in noise_of_steps(2, noise="secure"):
+        mean_square = np.mean(np.square(values / (3.0 * CLIP)))
+        assert abs(mean_square - 1) < 6.5 * math.sqrt(2 / values.size)
+
+
 @pytest.mark.parametrize("seed", [None, 7])
 def test_no_noise_is_drawn_twice(seed):
     draws = noise_of_steps(3, seed=seed)
