@@ -432,8 +432,11 @@ def test_callbacks_and_validation_work():
     assert model.predict(X, verbose=0).shape == (N, 3)
 
 
-def test_one_replica_counts_too():
+@pytest.mark.parametrize("kind", ["devices", "workers"])
+def test_one_replica_counts_too(kind):
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    if kind == "workers":
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
     budget = {"max_epsilon": 100.0, "delta": 1e-3, "seed": 2}
     settings = {"noise_multiplier": 1.0, **budget}
     one, same = dense(None, **settings), dense(strategy, **settings)

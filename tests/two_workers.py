@@ -50,7 +50,8 @@ def dense(strategy=STRATEGY, optimizer=None, jit_compile=False, **settings):
             optimizer() if optimizer else keras.optimizers.SGD(1.0),
             "mse",
             metrics=["mae"],
-            jit_compile=jit_compile,
+            jit_compile=jit_compile and strategy is not None,
+            run_eagerly=strategy is None,  # which saves time
         )
     return model
 
