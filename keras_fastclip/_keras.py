@@ -527,11 +527,29 @@ def is_mirrored(variable: keras.Variable, strategy: Any) -> bool:
 
 
 def cross_replica_function(model: keras.Model, step):
-    """A train function whose step takes the batches of all replicas."""
+    """A train or test function whose step takes batches of all replicas.
+
+    Keras's own averages the logs of workers over an axis that scalars do not
+    have, and so fails. Here the step returns what is to be logged.
+    """
+    options = {"reduce_retracing": True, "autograph": False}
     if not model.run_eagerly:
-        step = tf.function(step, reduce_retracing=True, autograph=False)
+        step = tf.function(step, **options)
     step = model._autoconvert_optionals(step)
-    return lambda iterator: step(next(iterator))
+
+    # In a graph, batches of all sizes have one shape: one trace for all.
+    def next_step(iterator):
+        return step(iterator.get_next())
+
+    if not model.run_eagerly:
+        next_step = tf.function(next_step, **options)
+
+    def function(iterator):
+        if isinstance(iterator, tf.distribute.DistributedIterator):
+            return next_step(iterator)
+        return step(next(iterator))
+
+    return function
 
 
 @contextlib.contextmanager

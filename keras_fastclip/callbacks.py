@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import _keras, _validate, accounting
+from keras_fastclip import _keras, _validate, accounting, replicas
 from keras_fastclip.privacy import Budget, BudgetExceededError
 
 
@@ -222,6 +222,11 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     when they are written, so that training resumes after a crash at any
     moment. Weights and the record of private steps are one file.
 
+    On several workers (`tf.distribute.MultiWorkerMirroredStrategy`) the first
+    one writes the files and all of them resume from these, so `backup_dir`
+    must be one folder that all can read. If a worker is lost the others end
+    with an error; start all of them again.
+
     Args:
         backup_dir, save_freq, double_checkpoint, delete_checkpoint: as there.
 
@@ -232,6 +237,8 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
     """
 
     def _save_model(self) -> None:
+        if not self._writes():
+            return
         final = self._weights_path, self._training_metadata_path
         new = [
             os.path.join(os.path.dirname(path), "new-" + os.path.basename(path))
@@ -245,40 +252,50 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         for written, path in zip(new, final, strict=True):
             os.replace(written, path)
 
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._writes():
+            super().on_train_end(logs)
+
+    def _writes(self):
+        return replicas.is_first_worker(self.model)
+
 
 class Histogram:
     """Counts norms inside the train step, by bins of five percent."""
 
     _LEAST, _RATIO, _BINS = 1e-10, 1.05, 1000
+    SIZE = 1 + _BINS  # of what is counted in a step
 
     def __init__(self):
         self._counts = _keras.variable(np.zeros(self._BINS, np.int64))
         self._clipped = _keras.variable(np.int64(0))
 
-    def add(self, squared_norms, real, clip_norm) -> None:
-        """Counts the examples of a batch.
+    def counts(self, squared_norms, real, clip_norm) -> tf.Tensor:
+        """Numbers of examples: of those that are longer, and by bin.
 
         Args:
             squared_norms: (groups, batch).
-            real: (batch,), or None if all rows are.
+            real: (batch,).
             clip_norm: scalar.
         """
         norms = tf.sqrt(tf.reduce_sum(squared_norms, 0))
-        counted = tf.math.is_finite(norms)
-        if real is not None:
-            counted &= real
+        counted = tf.math.is_finite(norms) & real
         norms = tf.where(counted, norms, tf.zeros_like(norms))
         above = tf.math.log(tf.maximum(norms, self._LEAST) / self._LEAST)
         bins = tf.cast(
             above / tf.math.log(tf.cast(self._RATIO, above.dtype)), tf.int32
         )
         bins = tf.clip_by_value(bins, 0, self._BINS - 1)
-        ones = tf.cast(counted, tf.int64)
-        self._counts.assign_add(
-            tf.math.unsorted_segment_sum(ones, bins, self._BINS)
-        )
-        longer = tf.cast(norms > tf.cast(clip_norm, norms.dtype), tf.int64)
-        self._clipped.assign_add(tf.reduce_sum(longer * ones))
+        ones = tf.cast(counted, tf.float32)
+        longer = tf.cast(norms > tf.cast(clip_norm, norms.dtype), tf.float32)
+        by_bin = tf.math.unsorted_segment_sum(ones, bins, self._BINS)
+        return tf.concat([tf.reduce_sum(longer * ones)[None], by_bin], 0)
+
+    def add(self, counts: tf.Tensor) -> None:
+        """Takes in the numbers of a step."""
+        counts = tf.cast(counts, tf.int64)
+        self._clipped.assign_add(counts[0])
+        self._counts.assign_add(counts[1:])
 
     def reset(self) -> None:
         self._counts.assign(tf.zeros_like(self._counts))

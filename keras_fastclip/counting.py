@@ -126,6 +126,10 @@ class Counter:
         unknown = limited & tf.equal(use.kind, UNKNOWN)
         return (spent <= self._allowed) & ~unknown
 
+    def room(self) -> tf.Tensor:
+        """How many further uses are allowed."""
+        return self._allowed - tf.reduce_sum(self.uses)
+
     # -- from outside of the step -------------------------------------------
 
     def new_pass(self, aligned: bool = True) -> None:
@@ -159,7 +163,7 @@ class Counter:
     @property
     def allowed(self) -> int:
         """How many further uses are allowed."""
-        return int(self._allowed) - int(tf.reduce_sum(self.uses))
+        return int(self.room())
 
     def taken(self) -> tuple[np.ndarray, np.ndarray]:
         """Steps and uses so far, each (kinds, slots)."""

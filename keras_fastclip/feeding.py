@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import _keras, _validate, replicas, sampling
+from keras_fastclip import _keras, _validate, replicas, sampling, workers
 from keras_fastclip.callbacks import PassBegin, PassEnd, PrivacyBudget
 from keras_fastclip.privacy import Source
 
@@ -38,6 +38,7 @@ class Feed:
         restart: after how many batches Keras reads the data anew, at the end
             of that epoch; 0 for every epoch, None for never.
         aligned: whether passes are known to begin there.
+        digest: of the data, which is to be the same on all workers.
     """
 
     data: Any
@@ -50,6 +51,7 @@ class Feed:
     preprocessed: Callable
     restart: int | None = None
     aligned: bool = True
+    digest: int = 0
 
 
 def drawn_here(
@@ -93,9 +95,13 @@ def drawn_here(
     if transform is not None:
         some, source = transform(some), source.transformed(transform)
     static_shapes = bool(model.jit_compile)
+    strategy, rng = replicas.strategy_of(model), privacy.sampling_rng
+    if replicas.has_workers(model):
+        rng = workers.sampling_rng(
+            strategy, privacy.settings.seed, int(privacy.steps)
+        )
     draw = source.batches if poisson else source.passes
-    draw = functools.partial(draw, privacy.sampling_rng, static_shapes)
-    strategy = replicas.strategy_of(model)
+    draw = functools.partial(draw, rng, static_shapes)
     batches = draw() if strategy is None else replicas.data(strategy, draw)
     steps = steps_per_epoch or math.ceil(count / batch_size)
     keras_steps = steps
@@ -118,6 +124,7 @@ def drawn_here(
         preprocessed=functools.partial(_keras.preprocessed, model),
         # With `take`, every epoch begins with a new shuffle.
         restart=0 if keras_steps is None else None,
+        digest=source.digest() if replicas.has_workers(model) else 0,
     )
     return feed, validation_data
 
@@ -131,6 +138,13 @@ def stream(
 ) -> Feed:
     """Batches as they come from a `tf.data.Dataset`, PyDataset or generator."""
     x, y, sample_weight = data
+    if replicas.has_workers(model):
+        raise ValueError(
+            f"A {type(x).__name__} on several workers is not supported: it is "
+            "not known that they read different examples of it in every pass. "
+            "Pass arrays or a keras_fastclip.PoissonDataset, which may load "
+            "examples by a function; the same ones on all workers."
+        )
     _refuse(
         f"a {type(x).__name__}, whose batches have them",
         y=y,
@@ -189,6 +203,10 @@ def own_callbacks(model: keras.Model, callbacks: Any, feed: Feed):
     if feed.source is not None and not feed.source.poisson:
         first = [PassEnd()]
         last.append(PassBegin(feed.restart, feed.aligned))
+    if replicas.has_workers(model):
+        last.append(
+            workers.Agreement(sampling.digest(feed.source, feed.digest))
+        )
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         if isinstance(callbacks, keras.callbacks.Callback):
             callbacks = [callbacks]

@@ -116,8 +116,8 @@ class PrivateTraining:
         use = privacy.cost(poisson, real, rows)
 
         def step():
-            sums, balance, logs = _clipped_sum(self, batch, real)
-            _update(self, privacy.noised_mean(sums, use, balance))
+            sums, tally, logs = _clipped_sum(self, batch, real)
+            _update(self, privacy.noised_mean(sums, use, tally))
             return logs
 
         return privacy.within_budget(use, step, self.get_metrics_result)
@@ -136,6 +136,15 @@ class PrivateTraining:
                 ),
             )
         return self.train_function
+
+    def make_test_function(self, force=False):
+        if not replicas.has_workers(self):
+            feeding.inherited(self, "make_test_function")(force)
+        elif self.test_function is None or force:
+            self.test_function = _keras.cross_replica_function(
+                self, functools.partial(replicas.test_step, self)
+            )
+        return self.test_function
 
     def clipped_gradients(
         self, x: Any, y: Any = None, sample_weight: Any = None
@@ -241,6 +250,14 @@ class PrivateTraining:
                 validation_freq=validation_freq,
             )
 
+    @functools.wraps(keras.Model.evaluate)
+    def evaluate(self, *args, **kwargs):
+        evaluate = feeding.inherited(self, "evaluate")
+        if not replicas.has_workers(self):
+            return evaluate(*args, **kwargs)
+        with _keras.built_already(self):
+            return evaluate(*args, **kwargs)
+
     @functools.wraps(keras.Model.train_on_batch)
     def train_on_batch(
         self,
@@ -251,6 +268,12 @@ class PrivateTraining:
         return_dict=False,
     ):
         privacy, strategy = self._privacy, replicas.strategy_of(self)
+        if replicas.has_workers(self):
+            raise ValueError(
+                "`train_on_batch` on several workers is not supported: it is "
+                "not known that their batches have no example in common. Use "
+                "`fit`."
+            )
         transform = _keras.preprocessing_of(self)
         if isinstance(x, sampling.DrawnBatch):
             data, source = x.take(), Source(True, x.num_examples, x.batch_size)
@@ -345,14 +368,16 @@ def _clipped_sum(model, batch, real):
     def add(batch, real):
         clipped = clip(model, batch, real)
         logs.update(training_log.update(model, batch, real, clipped, penalty))
-        return clipped.sums, privacy.balance(clipped.squared_norms, real)
+        return clipped.sums, privacy.tally(clipped.squared_norms, real)
 
     size = privacy.physical_batch_size(model)
     rows = losses.first_tensor(batch[0]).shape[0]
     if size is None or rows is not None and rows <= size:
         return *add(batch, real), logs
     privacy.plan(model, batch)  # Checks the model, which no loop can.
-    totals = physical.in_chunks(model, batch, real, size, add)
+    totals = physical.in_chunks(
+        model, batch, real, size, add, privacy.no_tally()
+    )
     return *totals, model.get_metrics_result()
 
 

@@ -6,6 +6,7 @@ step come once, afterwards.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,7 +20,14 @@ _SHARE_OF_FREE_MEMORY = 0.25
 _ASSUMED_FREE_MEMORY = 8 * 2**30
 
 
-def in_chunks(model: keras.Model, batch: tuple, real: Any, size: int, add):
+def in_chunks(
+    model: keras.Model,
+    batch: tuple,
+    real: Any,
+    size: int,
+    add: Callable,
+    zero: Any = 0.0,
+):
     """Adds up what `add` makes of the chunks of a batch.
 
     Args:
@@ -28,10 +36,11 @@ def in_chunks(model: keras.Model, batch: tuple, real: Any, size: int, add):
         real: (batch,), or None if all rows are.
         size: of a chunk.
         add: takes the batch and the real rows of a chunk, and returns its
-            clipped sums by id of the weight, and a scalar.
+            clipped sums by id of the weight, and another tensor.
+        zero: of the shape and type of that tensor.
 
     Returns:
-        The total of the sums, and of the scalars.
+        The total of the sums, and of the other tensors.
     """
     first = first_tensor(batch[0])
     rows = first.shape[0] or tf.shape(first)[0]
@@ -48,7 +57,7 @@ def in_chunks(model: keras.Model, batch: tuple, real: Any, size: int, add):
     variables = model.trainable_variables
     present = set()
 
-    def body(start, sums, scalar):
+    def body(start, sums, other):
         part, rows = _map(lambda leaf: _chunk(leaf, start, size), (batch, real))
         added, more = add(part, rows)
         present.update(added)
@@ -58,13 +67,13 @@ def in_chunks(model: keras.Model, batch: tuple, real: Any, size: int, add):
             else total
             for v, total in zip(variables, sums, strict=True)
         ]
-        return start + size, sums, scalar + more
+        return start + size, sums, other + more
 
     zeros = [at_least_float32(tf.zeros(v.shape, v.dtype)) for v in variables]
-    _, sums, scalar = tf.while_loop(
+    _, sums, other = tf.while_loop(
         lambda start, *_: start < needed,
         body,
-        (0, zeros, tf.zeros([])),
+        (0, zeros, tf.convert_to_tensor(zero)),
         parallel_iterations=1,
     )
     totals = {
@@ -72,7 +81,7 @@ def in_chunks(model: keras.Model, batch: tuple, real: Any, size: int, add):
         for v, total in zip(variables, sums, strict=True)
         if id(v) in present
     }
-    return totals, scalar
+    return totals, other
 
 
 def _map(function, structure):

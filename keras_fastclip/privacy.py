@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -148,6 +149,7 @@ class Privacy:
         self._norm_varied = settings.l2_norm_clip != norm
         # Whether that is so of all steps.
         self.secure = settings.noise == "secure"
+        self._norm_at_hand: tf.Tensor | None = None
         self._allow()
 
     @property
@@ -325,6 +327,10 @@ class Privacy:
                 [settings.seed, self._ledger.total_steps]
             )
         self._allow()
+
+    def take_run(self, run: str) -> None:
+        """Takes part in a run of several workers, with records like this."""
+        self._run = run
 
     def the_clip_norm(self) -> float | None:
         """The clip norm of all steps; None if it was not the same for all."""
@@ -514,6 +520,10 @@ class Privacy:
 
         return tf.cond(self.counter.within(use), step, refused)
 
+    def state(self) -> list[tf.Tensor]:
+        """What workers must agree on in every step."""
+        return [self.counter.total.read_value(), self.counter.room()]
+
     def calibrate(self, epochs: int, steps_per_epoch: int | None) -> None:
         """Sets the noise multiplier that the target asks for, once."""
         settings, source = self.settings, self._source
@@ -554,37 +564,76 @@ class Privacy:
         use = self.counter.cost(poisson, rows, slot)
         return dataclasses.replace(use, sigma=sigma)
 
+    @contextlib.contextmanager
+    def step_at_hand(self):
+        """Inside, the clip norm is read once, where its variable is.
+
+        Functions that XLA compiles for a device read variables of that
+        device only.
+        """
+        self._norm_at_hand = self.clip_norm.at(self.counter.total)
+        try:
+            yield
+        finally:
+            self._norm_at_hand = None
+
+    def _norm_now(self):
+        """The clip norm of the coming step."""
+        if self._norm_at_hand is not None:
+            return self._norm_at_hand
+        return self.clip_norm.at(self.counter.total)
+
     def clipping_now(self) -> clipping.Scaled:
         """The clipping function at the clip norm of the coming step."""
-        norm = self.clip_norm.at(self.counter.total)
+        norm = self._norm_now()
         return clipping.Scaled(self.clipping, norm / self.clipping.sensitivity)
 
-    def balance(self, squared_norms, real) -> tf.Tensor:
-        """½ for each gradient within the clip norm, -½ for each other one."""
-        if self.clip_norm.adaptive is None:
-            return tf.zeros([])
-        limit = self.clip_norm.at(self.counter.total)
-        total = tf.cast(tf.reduce_sum(squared_norms, 0), limit.dtype)
-        halves = tf.where(total <= tf.square(limit), 0.5, -0.5)
-        if real is not None:
-            halves = tf.where(real, halves, 0.0)
-        return tf.reduce_sum(halves)
+    def tally(self, squared_norms: tf.Tensor, real: Any) -> tf.Tensor:
+        """What else a step needs to know of its examples, to be added up.
+
+        Returns:
+            The balance, ½ for each gradient within the clip norm and -½ for
+            each other one; how many are not finite; and counts of norms, if
+            something monitors them.
+        """
+        total, limit = tf.reduce_sum(squared_norms, 0), self._norm_now()
+        if real is None:
+            real = tf.ones(tf.shape(total), tf.bool)
+        finite = tf.reduce_all(tf.math.is_finite(squared_norms), 0)
+        lost = tf.math.count_nonzero(real & ~finite, dtype=tf.float32)
+        within = tf.cast(total, limit.dtype) <= tf.square(limit)
+        balance = tf.reduce_sum(tf.where(real, tf.where(within, 0.5, -0.5), 0))
+        counts = [balance[None], lost[None]]
+        if self.monitor is not None:
+            counts.append(self.monitor.counts(squared_norms, real, limit))
+        return tf.concat(counts, 0)
+
+    def no_tally(self) -> tf.Tensor:
+        """The tally of no examples."""
+        monitored = 0 if self.monitor is None else self.monitor.SIZE
+        return tf.zeros([2 + monitored])
 
     def noised_mean(
         self,
         sums: dict[int, tf.Tensor],
         use: counting.Use,
-        balance: tf.Tensor,
-    ) -> dict[int, tf.Tensor]:
+        tally: tf.Tensor,
+        first: bool = True,
+        from_first: Callable = tf.identity,
+    ) -> dict[int, tf.Tensor] | None:
         """Adds noise to the clipped sums, once, and counts the step.
 
         Args:
             sums: by id of the weight.
             use: what the step costs.
-            balance: of gradients within the clip norm and longer ones.
+            tally: of all examples.
+            first: whether this is the first of several workers, which alone
+                draws noise.
+            from_first: takes a tensor, and returns that of the first worker.
 
         Returns:
-            Sum and noise over the expected batch size, by id of the weight.
+            Sum and noise over the expected batch size, by id of the weight;
+            None on other workers than the first.
         """
         batch_size = self.denominator()
         step = self.counter.total.read_value()
@@ -594,13 +643,24 @@ class Privacy:
         with tf.control_dependencies(totals[:1]):
             counted = self.counter.count(use)
         with tf.control_dependencies([counted]):
+            self.nonfinite.assign_add(tf.cast(tally[1], tf.int64))
+            if self.monitor is not None:
+                self.monitor.add(tally[2:])
             if self.clip_norm.adaptive is not None:
                 stddev = self.clip_norm.count_stddev(sigma, batch_size)
-                (balance,) = self.noise.add(
-                    [balance], stddev, step, first=len(sums), sensitivity=0.5
-                )
-                self.clip_norm.adapt(balance, batch_size)
+                balance = tally[0]
+                if first:
+                    (balance,) = self.noise.add(
+                        [balance],
+                        stddev,
+                        step,
+                        first=len(sums),
+                        sensitivity=0.5,
+                    )
+                self.clip_norm.adapt(from_first(balance), batch_size)
                 sigma = self.clip_norm.gradient_sigma(sigma, stddev)
+            if not first:
+                return None
             means = self.noise.add(
                 totals, sigma * norm, step, batch_size, sensitivity=norm
             )

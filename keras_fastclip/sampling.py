@@ -10,6 +10,7 @@ over the data in random order, for which there is no amplification.
 
 import copy
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,8 +25,8 @@ from keras_fastclip import _keras, _validate
 # from b = 10 on (1e6 at b = 1), so static shapes have one shape in practice.
 _CAPACITY_DEVIATIONS = 8.0
 
-# Tags of draws. Sums of them over replicas stay far within 64 bits.
-TAGS = 1 << 40
+# Tags of draws: below this number.
+TAGS = 1 << 62
 NO_TAG = np.int64(-1)
 
 # Indices, which of them were drawn, and the tag.
@@ -64,6 +65,18 @@ class Part(NamedTuple):
 
     data: Any
     tag: tf.Tensor
+
+
+class Parts(NamedTuple):
+    """Into how many parts a draw is divided, and which of them are wanted.
+
+    Attributes:
+        count: of all parts, one for each replica.
+        wanted: those of the replicas of this process.
+    """
+
+    count: int
+    wanted: slice = slice(None)
 
 
 class Unpacked(NamedTuple):
@@ -327,11 +340,18 @@ class PoissonDataset:
             batch = transform(batch)
         return batch
 
+    def digest(self) -> int:
+        """A number that is the same for the same arrays; 0 for a function.
+
+        By rows from all over them. What a function loads may be random.
+        """
+        return 0 if self._load is not None else digest(some(self._arrays))
+
     def batches(
         self,
         rng: np.random.Generator,
         static_shapes: bool = False,
-        parts: int | None = None,
+        parts: Parts | None = None,
     ) -> tf.data.Dataset:
         """An endless data set of `PoissonBatch`, or of `Part`s of them.
 
@@ -343,9 +363,9 @@ class PoissonDataset:
             static_shapes: If true, pad every batch to `capacity(b, N)` rows,
                 so that XLA compiles once. If false, pad only an empty batch,
                 to one row. Padding rows are copies of the first example.
-            parts: Number of replicas, each of which gets a part of the draw.
-                The parts of a draw follow one another, none has a row of
-                another one, and together they are the draw.
+            parts: For replicas, each of which gets a part of the draw. The
+                parts of a draw follow one another, none has a row of another
+                one, and all of them together are the draw.
         """
         if self._load is None:
             return poisson_dataset(
@@ -371,7 +391,7 @@ class PoissonDataset:
         self,
         rng: np.random.Generator,
         static_shapes: bool = False,
-        parts: int | None = None,
+        parts: Parts | None = None,
     ) -> tf.data.Dataset:
         """An endless data set of `PassBatch`: shuffled passes over arrays.
 
@@ -433,7 +453,7 @@ def poisson_dataset(
     *,
     static_shapes: bool,
     transforms: Sequence[Callable[[Any], Any]] = (),
-    parts: int | None = None,
+    parts: Parts | None = None,
 ) -> tf.data.Dataset:
     """As `PoissonDataset.batches`, for arrays of any structure.
 
@@ -462,8 +482,8 @@ def _padded(indices, multiple, rng, parts) -> Iterator[Draw]:
     if parts is None:
         yield *pad(indices, padded_size(len(indices), multiple)), NO_TAG
         return
-    tag, multiple = rng.integers(TAGS), -(-multiple // parts)
-    for part in np.array_split(indices, parts):
+    tag, multiple = rng.integers(TAGS), -(-multiple // parts.count)
+    for part in np.array_split(indices, parts.count)[parts.wanted]:
         yield *pad(part, padded_size(len(part), multiple)), tag
 
 
@@ -587,6 +607,19 @@ def some(arrays: Any, rows: int = 64) -> Any:
     return tf.nest.map_structure(
         lambda leaf: None if leaf is None else _rows(leaf, chosen), arrays
     )
+
+
+def digest(*structures: Any) -> int:
+    """A number that is the same for the same arrays, numbers and texts."""
+    found = hashlib.sha256()
+    for leaf in tf.nest.flatten(structures):
+        value = np.asarray("" if leaf is None else leaf)
+        found.update(f"{value.dtype}{value.shape}".encode())
+        is_object = value.dtype == object
+        found.update(
+            repr(value.tolist()).encode() if is_object else value.tobytes()
+        )
+    return int.from_bytes(found.digest()[:8], "big", signed=True)
 
 
 def _rows(leaf, chosen):

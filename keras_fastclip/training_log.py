@@ -34,14 +34,7 @@ def update(
     """
     (x, y, sample_weight), y_pred = batch, clipped.y_pred
     finite = tf.reduce_all(tf.math.is_finite(clipped.squared_norms), 0)
-    present = tf.ones_like(finite) if real is None else real
-    lost = tf.math.count_nonzero(present & ~finite)
-    privacy = model._privacy
-    privacy.nonfinite.assign_add(lost)
-    counted = finite & present
-    if privacy.monitor is not None:
-        norm = privacy.clip_norm.at(privacy.counter.total)
-        privacy.monitor.add(clipped.squared_norms, real, norm)
+    counted = finite if real is None else finite & real
     losses = clipped.losses + tf.cast(penalty, clipped.losses.dtype)
     losses = tf.where(counted, losses, tf.zeros_like(losses))
     model._loss_tracker.update_state(losses, tf.cast(counted, losses.dtype))

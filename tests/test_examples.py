@@ -81,6 +81,11 @@ def test_custom_loop(run):
     assert math.isinf(names["unknown"])
 
 
+def test_two_workers(run):
+    names = run("two_workers")
+    assert names["model"]._privacy.ledger(names["model"]).total_steps == 22
+
+
 def test_migrating_from_tf_privacy(run):
     names = run("migrating_from_tf_privacy")
     assert names["report"].relative_error < 1e-5
