@@ -54,7 +54,8 @@ class GaussianNoise:
         would hold as many numbers again as there are weights.
 
         Args:
-            sums: tensors, of float32 or float64.
+            sums: tensors, of float32 or float64. Those whose size is known
+                when the step is traced take less time.
             stddev: standard deviation of the noise.
             step: number of the step.
             divisor: what sum and noise are divided by.
@@ -68,8 +69,9 @@ class GaussianNoise:
         divisor = tf.constant(divisor, tf.float64)
         groups: dict[Any, list[int]] = {}
         for place, total in enumerate(sums):
-            small = total.shape.num_elements() < SMALL
-            key = ("small", total.dtype) if small else ("large", place)
+            size = total.shape.num_elements()
+            small = size is not None and size < SMALL
+            key = ("small", total.dtype) if small else ("alone", place)
             groups.setdefault(key, []).append(place)
         noised = {}
         for places in groups.values():
@@ -86,23 +88,51 @@ class GaussianNoise:
         flat = [tf.reshape(total, [-1]) for total in sums]
         sizes = [total.shape.num_elements() for total in sums]
         flat = flat[0] if len(sums) == 1 else tf.concat(flat, 0)
-        pairs, seed = (sum(sizes) + 1) // 2, self._seed
+        size = flat.shape[0]
 
-        def draw(step):
-            name = None if seed is None else (seed, number, int(step))
-            return keystream.random_words(pairs, name)
+        def draw(step, size):
+            name = self._name(number, step)
+            return keystream.random_words((int(size) + 1) // 2, name)
 
         with tf.control_dependencies([flat]):
-            words = tf.numpy_function(draw, [step], tf.uint32)
+            words = tf.numpy_function(draw, [step, tf.size(flat)], tf.uint32)
+        pairs = None if size is None else (size + 1) // 2
         words.set_shape([keystream.WORDS, pairs])
-        large = sum(sizes) >= SMALL
-        add = _compiled(sum(sizes), flat.dtype) if large else _add_normal
+        # For a size that varies it would be compiled again and again.
+        large = size is not None and size >= SMALL
+        add = _compiled(size, flat.dtype) if large else _add_normal
         mean = add(flat, words, stddev, divisor)
         parts = [mean] if len(sums) == 1 else tf.split(mean, sizes)
         return [
-            tf.reshape(part, total.shape)
+            tf.reshape(part, tf.shape(total))
             for part, total in zip(parts, sums, strict=True)
         ]
+
+    def _name(self, number, step):
+        """What repeatable values are made from; None for secret ones."""
+        return None if self._seed is None else (self._seed, number, int(step))
+
+    def scattered(
+        self, size: int, chance: tf.Tensor, step: tf.Tensor, number: int
+    ) -> tf.Tensor:
+        """Places below `size`, each with the same chance, independently.
+
+        From the keystream on all devices; XLA cannot call it.
+
+        Args:
+            size: how many places there are.
+            chance: scalar, float64.
+            step: number of the step.
+            number: of this draw among those of the step.
+        """
+
+        def draw(chance, step):
+            name = self._name(("scattered", number), step)
+            return keystream.scattered(size, float(chance), name)
+
+        places = tf.numpy_function(draw, [chance, step], tf.int64)
+        places.set_shape([None])
+        return places
 
     def _add_on_device(self, sums, stddev, step, divisor, numbers):
         """By Philox, in which a key and a counter select the values.
@@ -137,7 +167,7 @@ class GaussianNoise:
 
 def _add_normal(flat, words, stddev, divisor):
     """(flat + noise) / divisor."""
-    values = keystream.normal(words, flat.dtype)[: flat.shape[0]]
+    values = keystream.normal(words, flat.dtype)[: tf.size(flat)]
     scale = tf.cast(stddev / divisor, flat.dtype)
     return flat * tf.cast(1 / divisor, flat.dtype) + scale * values
 

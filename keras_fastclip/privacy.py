@@ -22,6 +22,7 @@ from keras_fastclip import (
     methods,
     physical,
     replicas,
+    sparse,
 )
 from keras_fastclip.accounting import (
     Ledger,
@@ -122,6 +123,7 @@ class Privacy:
         self.clip_norm = dials.ClipNorm(settings.l2_norm_clip)
         self.multiplier = dials.Multiplier(settings.noise_multiplier)
         self.method = methods.METHODS[settings.method]
+        self.sparse = settings.sparse_noise
         self.registry = settings.registry or default_registry()
         self.counter = counting.Counter(dials.SLOTS)
         self._recorded = self.counter.taken()
@@ -510,10 +512,10 @@ class Privacy:
 
     def noised_mean(
         self,
-        sums: dict[int, tf.Tensor],
+        sums: dict[int, tf.Tensor | sparse.Touched],
         use: counting.Use,
         balance: tf.Tensor,
-    ) -> dict[int, tf.Tensor]:
+    ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
         """Adds noise to the clipped sums, once, and counts the step.
 
         Args:
@@ -522,14 +524,21 @@ class Privacy:
             balance: of gradients within the clip norm and longer ones.
 
         Returns:
-            Sum and noise over the expected batch size, by id of the weight.
+            Sum and noise over the expected batch size, by id of the weight; of
+            tables with `SparseNoise`, for the selected rows.
         """
         batch_size = self.denominator()
         step = self.counter.total.read_value()
         sigma, norm = use.sigma, self.clip_norm.at(step)
-        totals = list(sums.values())
+        tables = {
+            key: total
+            for key, total in sums.items()
+            if isinstance(total, sparse.Touched)
+        }
+        dense = {key: sums[key] for key in sums if key not in tables}
+        batch = [*dense.values(), *(table.sums for table in tables.values())]
         # No update without a count, and no count without a batch.
-        with tf.control_dependencies(totals[:1]):
+        with tf.control_dependencies(batch[:1]):
             counted = self.counter.count(use)
         with tf.control_dependencies([counted]):
             if self.clip_norm.adaptive is not None:
@@ -539,8 +548,23 @@ class Privacy:
                 )
                 self.clip_norm.adapt(balance, batch_size)
                 sigma = self.clip_norm.gradient_sigma(sigma, stddev)
-            means = self.noise.add(totals, sigma * norm, step, batch_size)
-        return dict(zip(sums, means, strict=True))
+            rows = []
+            if tables:
+                selection_sigma, sigma = self.sparse.split(sigma)
+                rows, totals = sparse.select(
+                    self.noise,
+                    tables.values(),
+                    self.sparse.threshold,
+                    selection_sigma * self.sparse.map_norm,
+                    step,
+                    first=len(sums) + 1,
+                )
+                batch = [*dense.values(), *totals]
+            means = self.noise.add(batch, sigma * norm, step, batch_size)
+        found = dict(zip([*dense, *tables], means, strict=True))
+        for (key, table), chosen in zip(tables.items(), rows, strict=True):
+            found[key] = table.slices(chosen, found[key])
+        return found
 
     def denominator(self) -> float:
         """The expected batch size: a public constant, not the realised one."""
@@ -604,6 +628,14 @@ class Privacy:
                 "The limit on the influence of an example followed a schedule "
                 "fixed beforehand; the noise followed the limit."
             )
+        if self.sparse is not None:
+            notes.append(
+                "In large tables of embeddings, noise and updates went to some "
+                "of the rows only. These were selected by how many examples of "
+                "a batch hold a row, to which noise was added for every row; "
+                "the noise multipliers below are for selection and gradients "
+                "together."
+            )
         if settings.noise_multiplier is None and self.multiplier.known:
             notes.append(
                 "The noise multiplier was chosen before training for a target "
@@ -650,6 +682,7 @@ class Privacy:
             # A model that was not built yet has its variables only now.
             self._signature = self._signature_of(model, batch)
             self._plan = plan
+        sparse.require_supported(model, self.sparse)
         return self._plan
 
     @property
