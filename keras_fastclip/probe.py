@@ -40,9 +40,16 @@ from keras_fastclip.registry.fallback import (
     with_tensors,
 )
 from keras_fastclip.registry.lookup import LayerRegistry
-from keras_fastclip.registry.terms import ONE_ROW, Rows, squared_norm
+from keras_fastclip.registry.terms import (
+    ONE_ROW,
+    Rows,
+    at_least_float32,
+    squared_norm,
+)
 
 EXAMPLES = 4
+# Numbers that are compared at a time.
+_PART = 1 << 20
 
 # Rounding that the comparison of norms and sums allows for. The rules are
 # right or wrong, and wrong ones are off by far more. Some models compute parts
@@ -577,35 +584,37 @@ class _Probe:
         parts = make_parts(uses)
         covered = {id(v) for part in parts for v in part.variables}
         norms = [part.squared_norms() for part in parts]
-        sums = [part.weighted_sum(tf.ones_like(norms[0])) for part in parts]
-        total = {id(v): 0.0 for v in variables}
+        # Of all weights there is the gradient of one example at a time, and
+        # the total; of the rules' sums, those of one part.
+        total = {}
         for j, loss in enumerate(each):
             zetas = [zeta for call in calls for zeta in call.zetas]
             gradients = reference.gradient(loss, [*zetas, *raw])
             self._check_rows(calls, iter(gradients[: len(zetas)]), j)
-            gradients = {
-                id(v): 0.0 if g is None else _float64(g)
-                for v, g in zip(variables, gradients[len(zetas) :], strict=True)
-            }
-            for variable in variables:
-                total[id(variable)] += gradients[id(variable)]
-                if id(variable) not in covered and np.any(
-                    gradients[id(variable)]
-                ):
+            squares = {id(v): 0.0 for v in variables}
+            gradients = gradients[len(zetas) :]
+            for i, variable in enumerate(variables):
+                gradient, gradients[i], key = gradients[i], None, id(variable)
+                if gradient is None:
+                    continue
+                gradient = tf.convert_to_tensor(gradient)
+                if key not in covered and np.any(gradient):
                     raise self._uncovered(variable)
-            exact = [
-                sum(np.sum(np.square(gradients[id(v)])) for v in part.variables)
-                for part in parts
-            ]
+                squares[key] = _sum_of_squares(gradient)
+                before = total.get(key, 0.0)
+                total[key] = at_least_float32(gradient) + before
+            exact = [sum(squares[id(v)] for v in p.variables) for p in parts]
             for part, norm, right in zip(parts, norms, exact, strict=True):
                 scale = max(right, 1e-4 * sum(exact))
                 self._require_close(part, norm[j] - right, scale, "norms")
-        whole = sum(np.sum(np.square(right)) for right in total.values())
-        for part, result in zip(parts, sums, strict=True):
+        squares = {key: _sum_of_squares(right) for key, right in total.items()}
+        whole = sum(squares.values())
+        for part in parts:
+            sums = part.weighted_sum(tf.ones_like(norms[0]))
             for variable in part.variables:
-                right, found = total[id(variable)], result[id(variable)]
-                gap = np.sum(np.square(_float64(found) - right))
-                scale = max(np.sum(np.square(right)), 1e-4 * whole)
+                key = id(variable)
+                gap = _sum_of_squares(sums[key], total.get(key))
+                scale = max(squares.get(key, 0.0), 1e-4 * whole)
                 self._require_close(part, gap, scale, "sums")
         return dataclasses.replace(
             plan,
@@ -945,6 +954,19 @@ def _close(found, right, tolerance):
 
 def _float64(gradient):
     return tf.convert_to_tensor(gradient).numpy().astype("float64")
+
+
+def _sum_of_squares(tensor, minus=None):
+    """Of a tensor or a difference, in float64; a copy of a part at a time."""
+    flat = tf.reshape(tensor, [-1])
+    other = None if minus is None else tf.reshape(minus, [-1])
+    found = 0.0
+    for start in range(0, len(flat), _PART):
+        part = _float64(flat[start : start + _PART])
+        if other is not None:
+            part -= _float64(other[start : start + _PART])
+        found += np.sum(np.square(part))
+    return found
 
 
 def _size(unit):
