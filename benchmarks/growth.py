@@ -1,6 +1,6 @@
 """How the time of a private step grows: batch, sequence, vocabulary.
 
-    python -m benchmarks.growth
+    python -m benchmarks.growth [batch] [length] [vocabulary] [selected rows]
 
 - By the batch: what a step takes is a constant (noise, update, the graph) and
   a multiple of the batch size; shown is how far each step is from that line.
@@ -9,11 +9,14 @@
   where T exceeds about dp/(d + p), and time grows no faster than T from there.
 - By the vocabulary: rows that a batch does not hold get noise and nothing else;
   shown is a step beside the noise of all its weights.
+- By the vocabulary with `SparseNoise`, where rows that are not selected get
+  nothing; shown is a step without it.
 
 Medians of interleaved steps, in one process.
 """
 
 import statistics
+import sys
 import time
 
 import keras
@@ -34,13 +37,14 @@ STEPS, WARMUP = 9, 2
 class Step:
     """Steps of a private model on random data."""
 
-    def __init__(self, inputs, outputs, x, y):
+    def __init__(self, inputs, outputs, x, y, **settings):
         self.model = keras_fastclip.DPModel(
             inputs,
             outputs,
             l2_norm_clip=1.0,
             noise_multiplier=1.0,
             expected_batch_size=len(x),
+            **settings,
         )
         self.model.compile(
             keras.optimizers.SGD(0.01),
@@ -98,12 +102,13 @@ def by_length(lengths=(32, 64, 128, 256, 512, 1024)):
         before = seconds
 
 
-def table_model(rows, batch=128, length=32, width=16):
+def table_model(rows, batch=128, length=32, width=16, **settings):
     x = keras.Input((length,), dtype="int32")
     y = layers.GlobalAveragePooling1D()(layers.Embedding(rows, width)(x))
     rng = np.random.default_rng(0)
     ids = rng.integers(0, rows, (batch, length)).astype("int32")
-    return Step(x, layers.Dense(2)(y), ids, rng.integers(0, 2, batch))
+    targets = rng.integers(0, 2, batch)
+    return Step(x, layers.Dense(2)(y), ids, targets, **settings)
 
 
 def noise_of(model):
@@ -131,18 +136,33 @@ def by_vocabulary(sizes=(1_000, 10_000, 100_000, 1_000_000)):
         yield rows, found[rows], f"{1e3 * beside:.1f} ms"
 
 
+def by_selected_rows(sizes=(1_000, 10_000, 100_000, 1_000_000)):
+    option = keras_fastclip.SparseNoise()
+    selected = {rows: table_model(rows, sparse_noise=option) for rows in sizes}
+    everywhere = {("all", rows): table_model(rows) for rows in sizes}
+    found = medians({**selected, **everywhere})
+    for rows in sizes:
+        yield rows, found[rows], f"{1e3 * found['all', rows]:.1f} ms"
+
+
+SECTIONS = {
+    "batch": ("from a line", by_batch),
+    "length": ("times the one before", by_length),
+    "vocabulary": ("beside noise", by_vocabulary),
+    "selected rows": ("without the option", by_selected_rows),
+}
+
+
 def main():
     console = rich.console.Console(width=80)
     console.print(machine.description(), highlight=False)
-    for title, what, told, rows in (
-        ("by the batch", "batch", "from a line", by_batch()),
-        ("by the length", "T", "times the one before", by_length()),
-        ("by the vocabulary", "rows", "beside noise", by_vocabulary()),
-    ):
+    for name in sys.argv[1:] or SECTIONS:
+        told, rows = SECTIONS[name]
+        title = f"by the {name}"
         table = rich.table.Table(title=title, box=rich.box.SIMPLE_HEAD)
-        for column in (what, "ms a step", told):
+        for column in ("", "ms a step", told):
             table.add_column(column, justify="right")
-        for size, seconds, note in rows:
+        for size, seconds, note in rows():
             table.add_row(f"{size:,}", f"{1e3 * seconds:.1f}", note)
         console.print(table)
 

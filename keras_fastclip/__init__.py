@@ -30,6 +30,7 @@ from keras_fastclip.registry import (
 from keras_fastclip.replacement import replace_batch_normalization
 from keras_fastclip.report import privacy_report
 from keras_fastclip.sampling import PoissonDataset
+from keras_fastclip.sparse import SparseNoise
 from keras_fastclip.summary import clipping_summary
 
 __version__ = "0.1.0.dev0"
@@ -53,6 +54,7 @@ __all__ = [
     "PerLayerClipping",
     "PoissonDataset",
     "PrivacyBudget",
+    "SparseNoise",
     "audit",
     "calibrate_noise",
     "check_gradients",

@@ -86,6 +86,17 @@ def raw(variable: keras.Variable) -> tf.Variable:
     return variable
 
 
+def rows_of(table: keras.Variable, ids: tf.Tensor) -> tf.Tensor:
+    """Rows of a table by their ids, without a look at the others.
+
+    Keras reads the whole table first. Where rows of it are updated by
+    themselves, TensorFlow makes a copy of the table for every such read.
+    """
+    scope = get_stateless_scope()
+    value = None if scope is None else scope.get_current_value(table)
+    return tf.gather(raw(table) if value is None else value, ids)
+
+
 def variable(value: np.ndarray) -> tf.Variable:
     """A variable of this process, also under `strategy.scope()`.
 

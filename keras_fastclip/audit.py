@@ -327,7 +327,7 @@ class _Gradients:
         return found
 
     def _with_canaries(self, sums, norm):
-        return {
+        return sums | {
             key: tf.reshape(
                 tf.tensor_scatter_nd_add(
                     tf.reshape(total, [-1]),
@@ -347,7 +347,15 @@ class _Gradients:
         return tf.concat([tf.cast(part, tf.float64) for part in found], 0)
 
     def _places(self, tensors):
-        """Key and tensor, its weights that have canaries, and these."""
+        """Key and tensor, its weights that have canaries, and these.
+
+        Tables of which only some rows are seen in a step have none.
+        """
+        tensors = {
+            key: tensor
+            for key, tensor in tensors.items()
+            if isinstance(tensor, tf.Tensor)
+        }
         sizes = [t.shape.num_elements() for t in tensors.values()]
         if self._weights is None:
             if self.count > sum(sizes):

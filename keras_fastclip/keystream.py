@@ -89,6 +89,38 @@ def normal(
     return radius * cosine, radius * sine
 
 
+def scattered(size: int, chance: float, name: Hashable = None) -> np.ndarray:
+    """Places below `size`, each with the same chance, independently.
+
+    Goes from one to the next: the number of places passed over is geometric,
+    which is what an exponential value divided by -ln(1 - chance) is, rounded
+    down. That of a uniform u of 64 bits, -ln u, has the precision of float64
+    everywhere. Takes time by the number of places found.
+
+    Args:
+        size: how many places there are.
+        chance: of each.
+        name: None for secret places, or what repeatable ones are made from.
+    """
+    expected = size * chance
+    count = int(expected + 5 * math.sqrt(expected)) + 8  # Usually enough.
+    found, last = [], -1
+    while last < size:
+        part = None if name is None else (name, len(found))
+        words = random_words(count, part).astype(np.uint64)
+        k = (words[0] << np.uint64(32)) | words[1]
+        u, rest = (k + 0.5) * 2.0**-64, (~k + 0.5) * 2.0**-64
+        with np.errstate(divide="ignore"):
+            exponential = -np.where(u < 0.5, np.log(u), np.log1p(-rest))
+            passed = exponential / -np.log1p(-chance)
+        # Sums of these must not overflow.
+        gaps = np.minimum(passed, size).astype(np.int64) + 1
+        places = last + np.cumsum(gaps)
+        found.append(places[places < size])
+        last = places[-1]
+    return np.concatenate(found)
+
+
 def _log_uniform(high, low, dtype):
     """ln u of u = (k + ½)/2⁶⁴, for k of two words."""
     near_one = high >= 3 << 30

@@ -34,16 +34,19 @@ that an example touches, never a table for each example.
 
 import dataclasses
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from keras_fastclip import planner, timing
+from keras_fastclip import planner, sparse, timing
 from keras_fastclip.capture import Plan
 from keras_fastclip.clipping import Clipping, matching
 from keras_fastclip.parts import Part, Traits, widest
 from keras_fastclip.planner import Choice, Item, Way
 from keras_fastclip.registry.linear import Kernel
+from keras_fastclip.sparse import Touched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +227,9 @@ def clipped_sums(
     real: tf.Tensor | None = None,
     backward: Backward | None = None,
     scale: float = 1.0,
-) -> tuple[dict[int, tf.Tensor], tf.Tensor, tf.Tensor]:
+    tables: Mapping[int, Any] = types.MappingProxyType({}),
+    map_norm: float = 1.0,
+) -> tuple[dict[int, tf.Tensor | Touched], tf.Tensor, tf.Tensor]:
     """Norms, factors and the clipped sum.
 
     Args:
@@ -237,6 +242,8 @@ def clipped_sums(
             factors (batch,) and weights to the gradients of Σᵢ cᵢ·lossᵢ.
         scale: what the losses were multiplied by, a power of two; norms and
             sums are those of the losses themselves.
+        tables: by id, those of which only selected rows get noise.
+        map_norm: for these; see `SparseNoise`.
 
     Returns:
         The sums by id of the variable, the squared norms (groups, batch), and
@@ -257,14 +264,22 @@ def clipped_sums(
     factors = clipping.bounded_factors(squared)
     if real is not None:
         factors = tf.where(real, factors, tf.zeros_like(factors))
-    sums = {}
+    sums, positions = {}, {}
     # Neither 0·inf nor, on some devices, a sum over nothing is zero.
     usual = tf.reduce_all(tf.math.is_finite(squared)) & (batch_size > 0)
     for group in range(count):
         own = [part for part in parts if groups[part.path] == group]
-        sums |= _weighted_sums(own, factors[group], usual, backward)
+        dense = [part for part in own if id(part.variables[0]) not in tables]
+        sums |= _weighted_sums(dense, factors[group], usual, backward)
+        for part in own:
+            key = id(part.variables[0])
+            if key in tables:
+                rows, g = part.positions(factors[group])
+                positions[key] = rows, g / scale, tables[key].shape[0]
     if scale != 1:
         sums = {key: total / scale for key, total in sums.items()}
+    if positions:
+        sums |= sparse.touched(positions, map_norm)
     return sums, squared, factors
 
 

@@ -24,6 +24,7 @@ from keras_fastclip import (
     physical,
     replicas,
     sampling,
+    sparse,
     training_log,
 )
 from keras_fastclip import record as privacy_record
@@ -38,19 +39,27 @@ class Clipped:
     """What a batch contributes before noise.
 
     Attributes:
-        sums: by id of the weight, the clipped sum of the examples' gradients;
-            weights that the loss does not depend on are missing.
+        sums: by id of the weight, the clipped sum of the examples' gradients,
+            for tables with `SparseNoise` by row; weights that the loss does
+            not depend on are missing.
         squared_norms: (groups, batch), before clipping.
         factors: (groups, batch), zero for examples that were left out.
         y_pred: predictions.
         losses: (batch,).
     """
 
-    sums: dict[int, tf.Tensor]
+    sums: dict[int, tf.Tensor | sparse.Touched]
     squared_norms: tf.Tensor
     factors: tf.Tensor
     y_pred: Any
     losses: tf.Tensor
+
+    def dense_sum(self, variable: keras.Variable) -> tf.Tensor:
+        """The clipped sum of a weight; zero if the loss does not use it."""
+        total = self.sums.get(id(variable))
+        if total is None:
+            return tf.zeros(variable.shape, variable.dtype)
+        return total.dense() if isinstance(total, sparse.Touched) else total
 
 
 def clip(
@@ -91,6 +100,8 @@ def clip(
         real,
         again if twice else None,
         scale,
+        sparse.tables(model, privacy.sparse),
+        privacy.sparse.map_norm if privacy.sparse else 1.0,
     )
     return Clipped(*clipped, y_pred, example_losses)
 
@@ -172,10 +183,7 @@ class PrivateTraining:
         rows = tf.shape(losses.first_tensor(batch[0]))[0]
         batch, real = sampling.never_empty(batch)
         clipped = clip(self, batch, real)
-        sums = [
-            clipped.sums.get(id(v), tf.zeros(v.shape, v.dtype))
-            for v in self.trainable_variables
-        ]
+        sums = [clipped.dense_sum(v) for v in self.trainable_variables]
         return sums, tf.reduce_sum(clipped.squared_norms, 0)[:rows]
 
     @functools.wraps(keras.Model.fit)
@@ -386,8 +394,9 @@ def _update(model, means):
 
     Args:
         model: the model.
-        means: noised gradients by id of the weight; None if another replica
-            has them, whose gradients the optimizer adds up.
+        means: noised gradients by id of the weight, of some tables those of
+            selected rows; None if another replica has them, whose gradients
+            the optimizer adds up.
     """
     if means is None:
         gradients = [
@@ -396,7 +405,9 @@ def _update(model, means):
     else:
         gradients = _gradients(model, means, losses.regularization(model)[1])
     optimizer = losses.unscaled_optimizer(model)
-    with tf.control_dependencies(gradients[:1]):  # No batch, no step.
+    # No batch, no step.
+    batch = tf.nest.flatten(gradients[:1], expand_composites=True)
+    with tf.control_dependencies(batch):
         optimizer.apply(gradients, model.trainable_variables)
 
 
@@ -559,6 +570,8 @@ class DPModel(_PrivateModel, keras.Model):
             "opacus", "fastgradclip", "ghost", "mixed_ghost", "bk",
             "bk_mixghost" or "bk_mixopt". All give the same result; see the
             README.
+        sparse_noise: a `SparseNoise` for large tables of embeddings: noise and
+            updates for privately selected rows only, rather than all.
         clipping: "flat" shortens gradients to C (Abadi et al., 2016);
             "automatic" normalizes them to about C (Bu et al., 2022); "global"
             drops those longer than C (Bu et al., 2021); a list or dict of

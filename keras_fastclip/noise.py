@@ -70,7 +70,8 @@ class GaussianNoise:
         would hold as many numbers again as there are weights.
 
         Args:
-            sums: tensors, of float32 or float64.
+            sums: tensors, of float32 or float64. Those whose size is known
+                when the step is traced take less time.
             stddev: standard deviation of the noise.
             step: number of the step.
             divisor: what sum and noise are divided by.
@@ -94,9 +95,10 @@ class GaussianNoise:
                 waits = [] if len(parts) < IN_FLIGHT else parts[-IN_FLIGHT]
                 name = numbers[place], len(parts) - first
                 words = self._words(piece, step, name, waits)
-                large = piece.shape[0] >= SMALL
-                noised = _compiled(piece.shape[0], piece.dtype)
-                noised = noised if large else _add_normal
+                size = piece.shape[0]
+                # For a size that varies it would be compiled again and again.
+                large = size is not None and size >= SMALL
+                noised = _compiled(size, piece.dtype) if large else _add_normal
                 parts.append(noised(piece, words, stddev, divisor))
             return tf.concat([h for part in parts[first:] for h in part], 0)
 
@@ -104,16 +106,43 @@ class GaussianNoise:
 
     def _words(self, piece, step, name, waits):
         """Random words for values to be added, drawn once these are there."""
-        pairs, seed = (piece.shape[0] + 1) // 2, self._seed
 
-        def draw(step):
-            whole = None if seed is None else (seed, *name, int(step))
-            return keystream.random_words(pairs, whole)
+        def draw(step, size):
+            pairs = (int(size) + 1) // 2
+            return keystream.random_words(pairs, self._name(name, step))
 
         with tf.control_dependencies([piece, *waits]):
-            words = tf.numpy_function(draw, [step], tf.uint32)
+            words = tf.numpy_function(draw, [step, tf.size(piece)], tf.uint32)
+        size = piece.shape[0]
+        pairs = None if size is None else (size + 1) // 2
         words.set_shape([keystream.WORDS, pairs])
         return words
+
+    def _name(self, number, step):
+        """What repeatable values are made from; None for secret ones."""
+        return None if self._seed is None else (self._seed, number, int(step))
+
+    def scattered(
+        self, size: int, chance: tf.Tensor, step: tf.Tensor, number: int
+    ) -> tf.Tensor:
+        """Places below `size`, each with the same chance, independently.
+
+        From the keystream on all devices; XLA cannot call it.
+
+        Args:
+            size: how many places there are.
+            chance: scalar, float64.
+            step: number of the step.
+            number: of this draw among those of the step.
+        """
+
+        def draw(chance, step):
+            name = self._name(("scattered", number), step)
+            return keystream.scattered(size, float(chance), name)
+
+        places = tf.numpy_function(draw, [chance, step], tf.int64)
+        places.set_shape([None])
+        return places
 
     def _add_on_device(self, sums, stddev, step, divisor, numbers):
         """By Philox, in which a key and a counter select the values.
@@ -210,8 +239,9 @@ def _in_groups(
     """
     groups: dict[Any, list[int]] = {}
     for place, total in enumerate(sums):
-        small = total.shape.num_elements() < SMALL
-        key = ("small", total.dtype) if small else ("large", place)
+        size = total.shape.num_elements()
+        small = size is not None and size < SMALL
+        key = ("small", total.dtype) if small else ("alone", place)
         groups.setdefault(key, []).append(place)
     noised = {}
     for places in groups.values():
@@ -220,13 +250,16 @@ def _in_groups(
         sizes = [sums[place].shape.num_elements() for place in places]
         parts = [mean] if len(places) == 1 else tf.split(mean, sizes)
         for place, part in zip(places, parts, strict=True):
-            noised[place] = tf.reshape(part, sums[place].shape)
+            whole = tf.reshape(part, tf.shape(sums[place]))
+            noised[place] = tf.ensure_shape(whole, sums[place].shape)
     return [noised[place] for place in range(len(sums))]
 
 
 def _pieces(flat):
     """Parts of a long vector, so that several threads work on it."""
     size = flat.shape[0]
+    if not size:
+        return [flat]
     count = -(-size // PIECE)
     # Of even length, but for the last: there are two values to each pair.
     each = 2 * -(-size // (2 * count))
@@ -241,8 +274,9 @@ def _add_normal(flat, words, stddev, divisor):
     values = keystream.normal(words, flat.dtype)
     scale = tf.cast(stddev / divisor, flat.dtype)
     pairs = words.shape[1]
+    pairs = tf.shape(words)[1] if pairs is None else pairs
     return [
-        part * tf.cast(1 / divisor, flat.dtype) + scale * half[: part.shape[0]]
+        part * tf.cast(1 / divisor, flat.dtype) + scale * half[: tf.size(part)]
         for part, half in zip((flat[:pairs], flat[pairs:]), values, strict=True)
     ]
 

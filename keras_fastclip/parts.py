@@ -211,6 +211,26 @@ class Part:
                 total[id(variable)].append(tensor)
         return [sum(each[1:], each[0]) for each in total.values()]
 
+    def positions(self, factors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """c·g of a table, position by position, with c of shape (batch,).
+
+        Returns:
+            The rows that are looked up, (batch, q), and the weighted
+            cotangents there, (batch, q, width).
+        """
+        if not all(isinstance(use.term, Lookup) for use in self.uses):
+            raise ValueError(
+                f"The table of layer {self.path!r} is not only looked up: "
+                "`sparse_noise` is not for it. Name other layers with "
+                "SparseNoise(layers=[...])."
+            )
+        factors = Factors(factors)
+        found = [
+            use.term.pair(factors.spread(use.rows).scaled(use.g), use.rows)
+            for use in self.uses
+        ]
+        return tuple(tf.concat(each, 1) for each in zip(*found, strict=True))
+
     def weighted_sum(
         self, factors: tf.Tensor, finite: tf.Tensor | None = None
     ) -> dict[int, tf.Tensor]:

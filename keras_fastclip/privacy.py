@@ -26,6 +26,7 @@ from keras_fastclip import (
     physical,
     replicas,
     sharing,
+    sparse,
 )
 from keras_fastclip.accounting import (
     Ledger,
@@ -143,6 +144,7 @@ class Privacy:
         self.clip_norm = dials.ClipNorm(settings.l2_norm_clip)
         self.multiplier = dials.Multiplier(settings.noise_multiplier)
         self.method = methods.METHODS[settings.method]
+        self.sparse = settings.sparse_noise
         self.registry = settings.registry or default_registry()
         self.counter = counting.Counter(dials.SLOTS)
         self._recorded = self.counter.taken()
@@ -615,12 +617,12 @@ class Privacy:
 
     def noised_mean(
         self,
-        sums: dict[int, tf.Tensor],
+        sums: dict[int, tf.Tensor | sparse.Touched],
         use: counting.Use,
         tally: tf.Tensor,
         first: bool = True,
         from_first: Callable = tf.identity,
-    ) -> dict[int, tf.Tensor] | None:
+    ) -> dict[int, tf.Tensor | tf.IndexedSlices] | None:
         """Adds noise to the clipped sums, once, and counts the step.
 
         Args:
@@ -632,15 +634,22 @@ class Privacy:
             from_first: takes a tensor, and returns that of the first worker.
 
         Returns:
-            Sum and noise over the expected batch size, by id of the weight;
-            None on other workers than the first.
+            Sum and noise over the expected batch size, by id of the weight; of
+            tables with `SparseNoise`, for the selected rows. None on other
+            workers than the first.
         """
         batch_size = self.denominator()
         step = self.counter.total.read_value()
         sigma, norm = use.sigma, self.clip_norm.at(step)
-        totals = list(sums.values())
+        tables = {
+            key: total
+            for key, total in sums.items()
+            if isinstance(total, sparse.Touched)
+        }
+        dense = {key: sums[key] for key in sums if key not in tables}
+        batch = [*dense.values(), *(table.sums for table in tables.values())]
         # No update without a count, and no count without a batch.
-        with tf.control_dependencies(totals[:1]):
+        with tf.control_dependencies(batch[:1]):
             counted = self.counter.count(use)
         with tf.control_dependencies([counted]):
             self.nonfinite.assign_add(tf.cast(tally[1], tf.int64))
@@ -661,10 +670,25 @@ class Privacy:
                 sigma = self.clip_norm.gradient_sigma(sigma, stddev)
             if not first:
                 return None
+            rows = []
+            if tables:
+                selection_sigma, sigma = self.sparse.split(sigma)
+                rows, totals = sparse.select(
+                    self.noise,
+                    tables.values(),
+                    self.sparse.threshold,
+                    selection_sigma * self.sparse.map_norm,
+                    step,
+                    first=len(sums) + 1,
+                )
+                batch = [*dense.values(), *totals]
             means = self.noise.add(
-                totals, sigma * norm, step, batch_size, sensitivity=norm
+                batch, sigma * norm, step, batch_size, sensitivity=norm
             )
-        return dict(zip(sums, means, strict=True))
+        found = dict(zip([*dense, *tables], means, strict=True))
+        for (key, table), chosen in zip(tables.items(), rows, strict=True):
+            found[key] = table.slices(chosen, found[key])
+        return found
 
     def denominator(self) -> float:
         """The expected batch size: a public constant, not the realised one."""
@@ -728,6 +752,14 @@ class Privacy:
                 "The limit on the influence of an example followed a schedule "
                 "fixed beforehand; the noise followed the limit."
             )
+        if self.sparse is not None:
+            notes.append(
+                "In large tables of embeddings, noise and updates went to some "
+                "of the rows only. These were selected by how many examples of "
+                "a batch hold a row, to which noise was added for every row; "
+                "the noise multipliers below are for selection and gradients "
+                "together."
+            )
         if settings.noise_multiplier is None and self.multiplier.known:
             notes.append(
                 "The noise multiplier was chosen before training for a target "
@@ -774,6 +806,7 @@ class Privacy:
             # A model that was not built yet has its variables only now.
             self._signature = self._signature_of(model, batch)
             self._plan = plan
+        sparse.require_supported(model, self.sparse)
         return self._plan
 
     @property

@@ -8,6 +8,7 @@ import keras
 
 from keras_fastclip import _validate, accounting, clipping, dials, methods
 from keras_fastclip.registry.lookup import LayerRegistry
+from keras_fastclip.sparse import SparseNoise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,11 +20,13 @@ class Settings:
         "clipping",
         "l2_norm_clip",
         "noise_multiplier",
+        "sparse_noise",
     )
 
     l2_norm_clip: Any
     noise_multiplier: Any = None
     method: str = "auto"
+    sparse_noise: SparseNoise | None = None
     clipping: Any = "flat"
     expected_batch_size: int | None = None
     registry: LayerRegistry | None = None
@@ -70,7 +73,31 @@ class Settings:
                 "`registry` must be a keras_fastclip.LayerRegistry; received "
                 f"registry={self.registry!r}."
             )
+        if self.sparse_noise is not None:
+            self._validate_sparse_noise()
         clipping.get(self.clipping, dials.first_norm(self.l2_norm_clip))
+
+    def _validate_sparse_noise(self):
+        if not isinstance(self.sparse_noise, SparseNoise):
+            raise ValueError(
+                "`sparse_noise` must be a keras_fastclip.SparseNoise; received "
+                f"sparse_noise={self.sparse_noise!r}."
+            )
+        if self.noise == "secure":
+            raise ValueError(
+                "`sparse_noise` and noise='secure' cannot be combined: use "
+                "noise='fast', or leave out `sparse_noise`."
+            )
+        if self.method == "naive":
+            raise ValueError(
+                "`sparse_noise` needs another method than 'naive', which "
+                "builds whole tables."
+            )
+        if self.physical_batch_size is not None:
+            raise ValueError(
+                "`sparse_noise` and physical_batch_size cannot be combined; "
+                f"received physical_batch_size={self.physical_batch_size!r}."
+            )
 
     def _validate_budget(self):
         if (self.noise_multiplier is None) == (self.target_epsilon is None):

@@ -25,12 +25,17 @@ def embedding(layer, inputs):
     computed = is_computed(layer, "embeddings")
     if computed or not isinstance(inputs, tf.Tensor):
         return NotImplemented
-    zeta = _keras.up_to_activation(layer, inputs)
     ids = inputs
     if ids.dtype not in (tf.int32, tf.int64):
         ids = tf.cast(ids, tf.int32)
     # Negative ids count from the end of the table.
     ids = tf.where(ids < 0, ids + layer.input_dim, ids)
+    plain = not layer.lora_enabled and layer.quantization_mode is None
+    if plain and type(layer).call is keras.layers.Embedding.call:
+        rows = _keras.rows_of(layer.embeddings, ids)
+        zeta = tf.cast(rows, layer.compute_dtype)
+    else:
+        zeta = _keras.up_to_activation(layer, inputs)
     if layer.lora_enabled:
         a, b, scale = lora.factors(layer, zeta.dtype, "embeddings")
         low = positions(scale * tf.gather(a, ids))

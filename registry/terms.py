@@ -116,6 +116,13 @@ class Factors:
         shape = [-1] + [1] * (tensor.shape.rank - 1)
         return tensor * tf.reshape(tf.cast(self.values, tensor.dtype), shape)
 
+    def scaled(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The same, and zero where the factor is, whatever is there."""
+        tensor = at_least_float32(tensor)
+        shape = [-1] + [1] * (tensor.shape.rank - 1)
+        column = tf.reshape(tf.cast(self.values, tensor.dtype), shape)
+        return tf.math.multiply_no_nan(tensor, column)
+
     def without_others(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Zeros in rows of factor zero, if any row is not finite."""
 
@@ -151,10 +158,7 @@ class Term:
 
     def weighted_sum(self, g: Any, factors: Factors) -> tuple[tf.Tensor, ...]:
         """𝒜*(c·g), where c has a factor for every row."""
-        g, values = at_least_float32(g), factors.values
-        shape = [-1] + [1] * (g.shape.rank - 1)
-        column = tf.reshape(tf.cast(values, g.dtype), shape)
-        return self.adjoint(tf.math.multiply_no_nan(g, column), factors.keep)
+        return self.adjoint(factors.scaled(g), factors.keep)
 
     def per_example(
         self, g: Any, rows: Rows, form: str | None = None

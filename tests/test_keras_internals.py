@@ -184,6 +184,25 @@ def test_weights_as_constants_hide_from_tapes_and_nest():
     assert tape.gradient(z, raws[1]) is None
 
 
+def test_rows_of_a_table_are_read_by_themselves():
+    table = keras.Variable(np.arange(12.0).reshape(6, 2))
+    ids = tf.constant([[4], [1]])
+
+    @tf.function
+    def rows():
+        return _keras.rows_of(table, ids)
+
+    np.testing.assert_array_equal(rows(), [[[8, 9]], [[2, 3]]])
+    graph = rows.get_concrete_function().graph
+    types = {operation.type for operation in graph.get_operations()}
+    assert "ResourceGather" in types and "ReadVariableOp" not in types
+    with tf.GradientTape() as tape:
+        with _keras.weights_as_constants([table]):
+            found = _keras.rows_of(table, ids)
+    np.testing.assert_array_equal(found, rows())
+    assert tape.gradient(found, _keras.raw(table)) is None
+
+
 @pytest.mark.parametrize("seed", [None, 7])
 def test_tensorflow_seed_is_kept(seed):
     tf.random.set_seed(seed)

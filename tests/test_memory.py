@@ -39,6 +39,24 @@ def many_examples():
     return inputs, x, np.ones((1024, 64, 256), "float32")
 
 
+def words(examples):
+    """Activations take some 160 KB for an example, its words 64 bytes."""
+    inputs = keras.Input((16,), dtype="int32")
+    x = layers.Embedding(1000, 256)(inputs)
+    for _ in range(4):
+        x = layers.Dense(256, activation="tanh")(x)
+    outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(x))
+    return inputs, outputs, np.arange(16 * examples).reshape(-1, 16) % 1000
+
+
+def sixteen_examples():
+    return words(16)
+
+
+def four_thousand_examples():
+    return words(4096)
+
+
 def train(build, method, **settings):
     """Two steps, of a plain model if there is no method."""
     inputs, outputs, x = build()
@@ -92,3 +110,12 @@ def test_memory_follows_the_budget():
 def test_physical_batches_take_the_memory_of_a_few_examples():
     """Activations and their gradients go, of which plain training has all."""
     assert extra(many_examples, "auto", physical_batch_size=16) < -300
+
+
+def test_a_logical_batch_of_4096_takes_the_memory_of_16():
+    settings = {"physical_batch_size": 16}
+    _, few = measured(_train, sixteen_examples, "auto", settings)
+    _, many = measured(_train, four_thousand_examples, "auto", settings)
+    _, at_once = measured(_train, four_thousand_examples, "auto", {})
+    assert many < few + 50
+    assert at_once > few + 400
