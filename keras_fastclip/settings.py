@@ -36,6 +36,7 @@ class Settings:
     target_epsilon: float | None = None
     max_epsilon: float | None = None
     delta: float | None = None
+    views: int = 1
 
     def __post_init__(self):
         dials.validate(self.l2_norm_clip, self.noise_multiplier)
@@ -46,6 +47,7 @@ class Settings:
             _validate.positive_integer(
                 physical_batch_size=self.physical_batch_size
             )
+        _validate.positive_integer(views=self.views)
         if self.expected_batch_size is not None:
             _validate.positive_integer(
                 expected_batch_size=self.expected_batch_size
