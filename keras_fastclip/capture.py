@@ -280,7 +280,7 @@ class Recording:
 
     Args:
         plan: what the probe found out.
-        batch_size: the number of examples.
+        batch_size: the number of rows that go through the model.
         twice: whether there will be a second backward pass, to the weights.
             Only then are they on the tape, and only then do their gradients
             come to be.

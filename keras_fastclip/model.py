@@ -26,6 +26,7 @@ from keras_fastclip import (
     sampling,
     sparse,
     training_log,
+    views,
 )
 from keras_fastclip import record as privacy_record
 from keras_fastclip.capture import Recording
@@ -44,8 +45,8 @@ class Clipped:
             not depend on are missing.
         squared_norms: (groups, batch), before clipping.
         factors: (groups, batch), zero for examples that were left out.
-        y_pred: predictions.
-        losses: (batch,).
+        y_pred: predictions, for all views of the examples.
+        losses: (batch,), each the mean over the example's views.
     """
 
     sums: dict[int, tf.Tensor | sparse.Touched]
@@ -73,20 +74,20 @@ def clip(
         real: (batch,), false for rows that only fill up the batch.
         training: the phase in which the layers run.
     """
-    privacy, (x, y, sample_weight) = model._privacy, batch
+    privacy = model._privacy
     plan, method = privacy.plan(model, batch), privacy.method
     clipping, scale = privacy.clipping_now(), privacy.loss_scale(model)
     if method.norm == "loop":
         return Clipped(
             *naive.clip(model, batch, plan, clipping, real, training, scale)
         )
-    batch_size = tf.shape(losses.first_tensor(x))[0]
+    batch_size = tf.shape(losses.first_tensor(batch[0]))[0]
+    count = privacy.settings.views
     # In half precision, a second pass would round what the first did not.
     twice = method.twice and not _keras.computes_in_half(model)
-    with Recording(plan, batch_size, twice) as recording:
-        y_pred = _keras.call_model(model, x, training)
-        example_losses = losses.per_example_losses(
-            model, x, y, y_pred, sample_weight, real
+    with Recording(plan, batch_size * count, twice) as recording:
+        y_pred, example_losses = views.forward(
+            model, batch, count, training, real
         )
     uses, _ = recording.backward(example_losses, scale)
     parts = make_parts(uses)
@@ -591,6 +592,11 @@ class DPModel(_PrivateModel, keras.Model):
             noise, each as large as the weights, are not counted. By default
             the least that will do, and 15 % of what plain training of the
             model takes (at least 32 MiB) to save time.
+        views: how often each example goes through the model in a step, each
+            time with random numbers of its own for augmentation layers and
+            dropout. The gradient of an example is the mean over its views,
+            and it is the mean that is clipped, so one example has no more
+            influence than with one view (De et al., 2022).
         ways: by name or path of a layer, how method "auto" shall serve its
             kernels: "ghost", "build" or "keep", perhaps with a form behind a
             colon, as `clipping_summary` prints them.

@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_fastclip import _keras
+from keras_fastclip import _keras, views
 from keras_fastclip.capture import Plan
 from keras_fastclip.clipping import Clipping
-from keras_fastclip.losses import first_tensor, per_example_losses
+from keras_fastclip.losses import first_tensor
 from keras_fastclip.methods import groups_of_weights
 from keras_fastclip.registry.terms import at_least_float32, squared_norm
 
@@ -28,6 +28,7 @@ def clip(
 ) -> tuple:
     """As the other methods: the fields of `model.Clipped`."""
     group_of = groups_of_weights(plan, clipping)
+    count_views = model._privacy.settings.views
     variables = [v for v in model.trainable_variables if id(v) in group_of]
     raw = [_keras.raw(v) for v in variables]
     count = max(group_of.values()) + 1
@@ -35,13 +36,12 @@ def clip(
     dtype = tf.float64 if wide else tf.float32
 
     def one_example(i):
-        x, y, sample_weight = keras.tree.map_structure(
+        one = keras.tree.map_structure(
             lambda leaf: None if leaf is None else leaf[i : i + 1], batch
         )
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(raw)
-            y_pred = _keras.call_model(model, x, training)
-            loss = per_example_losses(model, x, y, y_pred, sample_weight)
+            _, loss = views.forward(model, one, count_views, training)
         gradients = tape.gradient(
             loss,
             raw,
@@ -98,7 +98,8 @@ def clip(
         lambda i, *_: i < size, body, (0, sums, rows), parallel_iterations=1
     )
     example_losses, squared_norms, factors = (array.stack() for array in rows)
-    y_pred = _keras.call_model(model, batch[0], training)
+    x = views.repeated(batch[0], count_views)
+    y_pred = _keras.call_model(model, x, training)
     return (
         {id(v): s for v, s in zip(variables, sums, strict=True)},
         tf.transpose(squared_norms),

@@ -741,6 +741,12 @@ class Privacy:
     def notes(self) -> list[str]:
         """What a statement should say beside the ledger."""
         notes, settings = [], self.settings
+        if settings.views > 1:
+            notes.append(
+                f"Each example went through the model in {settings.views} "
+                "random views; it is the mean of their gradients that was "
+                "limited, so one example had no more influence than with one."
+            )
         if self.clip_norm.adaptive is not None:
             notes.append(
                 "The limit on the influence of an example was adapted during "
@@ -798,6 +804,7 @@ class Privacy:
                 _eager(batch),
                 self.registry,
                 strict=self.settings.strict,
+                views=self.settings.views,
             )
             # Per-layer norms must fit the layers.
             self.clipping.groups([unit.path for unit in plan.units])

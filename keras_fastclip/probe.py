@@ -31,7 +31,7 @@ import tensorflow as tf
 
 from keras_fastclip import _keras, capture, methods
 from keras_fastclip.capture import Layout, Plan, Recording, Unit
-from keras_fastclip.losses import first_tensor, per_example_losses
+from keras_fastclip.losses import first_tensor
 from keras_fastclip.parts import make_parts
 from keras_fastclip.registry.fallback import (
     UserRule,
@@ -47,6 +47,7 @@ from keras_fastclip.registry.terms import (
     itself,
     squared_norm,
 )
+from keras_fastclip.views import forward
 
 EXAMPLES = 4
 
@@ -79,6 +80,7 @@ def probe(
     registry: LayerRegistry,
     *,
     strict: bool = False,
+    views: int = 1,
 ) -> Plan:
     """Checks a model and finds out how to capture its calls.
 
@@ -87,6 +89,7 @@ def probe(
         batch: (x, y, sample_weight); a few examples are enough.
         registry: where to look for rules.
         strict: refuse layers without a rule.
+        views: how often each example goes through the model.
 
     Returns:
         The plan for `Recording`.
@@ -96,12 +99,13 @@ def probe(
             data, or reads a weight in a way that cannot be captured.
     """
     with _keras.eager_scope(), _keras.tensorflow_seed_kept():
-        return _Probe(model, batch, registry, strict).run()
+        return _Probe(model, batch, registry, strict, views).run()
 
 
 class _Probe:
-    def __init__(self, model, batch, registry, strict):
+    def __init__(self, model, batch, registry, strict, views):
         self.model, self.registry, self.strict = model, registry, strict
+        self.views = views
         self.data = _usable(batch)
         self.batch = _examples(self.data)
         kept = [*model.non_trainable_variables, *_keras.seed_states(model)]
@@ -154,9 +158,7 @@ class _Probe:
     # -- running the model -------------------------------------------------
 
     def _losses(self, batch, training=True):
-        x, y, sample_weight = batch
-        y_pred = _keras.call_model(self.model, x, training)
-        return per_example_losses(self.model, x, y, y_pred, sample_weight)
+        return forward(self.model, batch, self.views, training)[1]
 
     def _run(self, batch, units=(), handler=None, training=True):
         """Losses from a fresh start, with calls of the units intercepted."""
@@ -184,6 +186,13 @@ class _Probe:
                 )
         self.base = self._run(self.batch)
         self.random = self.state.seed_tensorflow or self.state.seeds_moved()
+        if self.views > 1 and not self.random:
+            raise ValueError(
+                f"views={self.views} would be {self.views} times the same: "
+                "the model draws no random numbers in training. Begin it with "
+                "layers that do, such as keras.layers.RandomTranslation, or "
+                "leave out `views`."
+            )
 
     def _check_values(self, batch):
         """Exchanges one example after the other and looks at the rest."""
@@ -275,11 +284,11 @@ class _Probe:
             """Whether other examples than j differ."""
             return any(
                 b.shape.rank
-                and b.shape[0] == EXAMPLES
+                and b.shape[0] == EXAMPLES * self.views
                 and any(
                     not np.array_equal(b[i], a[i])
-                    for i in range(EXAMPLES)
-                    if i != j
+                    for i in range(EXAMPLES * self.views)
+                    if i // self.views != j
                 )
                 for b, a in zip(before, after, strict=False)
             )
@@ -437,7 +446,7 @@ class _Probe:
             what: of each tensor is noted.
         """
         seen, repeats = {}, repeats or {}
-        size = tf.shape(first_tensor(batch[0]))[0]
+        size = tf.shape(first_tensor(batch[0]))[0] * self.views
 
         def note(unit, key, method, args, kwargs):
             if key in repeats:
@@ -486,6 +495,7 @@ class _Probe:
         """
         variables = self.model.trainable_variables
         raw = [_keras.raw(v) for v in variables]
+        rows = EXAMPLES * self.views
 
         def hold(unit, key, method, args, kwargs):
             # A rematerialized layer is called again in the backward pass.
@@ -493,7 +503,7 @@ class _Probe:
             if unit.rule is not None and layout is not None:
                 with _keras.weights_as_constants(unit.variables):
                     call, finish = capture.captured(
-                        unit, key, layout, method, args, kwargs, EXAMPLES
+                        unit, key, layout, method, args, kwargs, rows
                     )
                 if call.single:
                     return finish(call.zetas)
@@ -516,7 +526,7 @@ class _Probe:
 
     def _check_rules(self, plan):
         """Compares what a rule computes with its layer, call by call."""
-        wrong, small = [], []
+        wrong, small, rows = [], [], EXAMPLES * self.views
 
         def note(unit, key, method, args, kwargs):
             seeds = _keras.seed_states(unit.layer)
@@ -528,7 +538,7 @@ class _Probe:
                 return outputs
             _keras.assign(seeds, drawn)
             call, finish = capture.captured(
-                unit, key, layout, method, args, kwargs, EXAMPLES
+                unit, key, layout, method, args, kwargs, rows
             )
             if call.single and not self._same_output(
                 unit, finish(call.zetas), outputs
@@ -538,7 +548,7 @@ class _Probe:
                 # What is small beside large inputs shows at small ones.
                 args, kwargs = _small((args, kwargs))
                 call, _ = capture.captured(
-                    unit, key, layout, method, args, kwargs, EXAMPLES
+                    unit, key, layout, method, args, kwargs, rows
                 )
                 small.append(call)
             return outputs
@@ -583,7 +593,7 @@ class _Probe:
         self.state.restore()
         with tf.GradientTape(persistent=True) as reference:
             reference.watch(raw)
-            recording = Recording(plan, tf.constant(EXAMPLES))
+            recording = Recording(plan, tf.constant(EXAMPLES * self.views))
             with recording:
                 losses = self._losses(self.batch)
             each = tf.unstack(losses)

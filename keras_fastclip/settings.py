@@ -40,6 +40,7 @@ class Settings:
     max_epsilon: float | None = None
     delta: float | None = None
     noise: str = "fast"
+    views: int = 1
 
     def __post_init__(self):
         dials.validate(self.l2_norm_clip, self.noise_multiplier)
@@ -50,6 +51,7 @@ class Settings:
             _validate.positive_integer(
                 physical_batch_size=self.physical_batch_size
             )
+        _validate.positive_integer(views=self.views)
         if self.expected_batch_size is not None:
             _validate.positive_integer(
                 expected_batch_size=self.expected_batch_size

@@ -139,8 +139,11 @@ def clipping_summary(
             "examples: clipping_summary(model, x[:8], y[:8])."
         )
     rows, batch = layer_plans(model)
+    title = f"Clipping of {model.name!r}, method {privacy.settings.method!r}"
+    if privacy.settings.views > 1:
+        title += f", {privacy.settings.views} views of each example"
     table = rich.table.Table(
-        title=f"Clipping of {model.name!r}, method {privacy.settings.method!r}",
+        title=title,
         box=rich.box.SIMPLE_HEAD,
         caption=f"memory and time for batches of {batch}",
     )

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_fastclip import _keras
+from keras_fastclip import _keras, views
 from keras_fastclip.losses import aligned
 
 
@@ -32,12 +32,15 @@ def update(
     Returns:
         The logs of the step.
     """
-    (x, y, sample_weight), y_pred = batch, clipped.y_pred
     finite = tf.reduce_all(tf.math.is_finite(clipped.squared_norms), 0)
     counted = finite if real is None else finite & real
     losses = clipped.losses + tf.cast(penalty, clipped.losses.dtype)
     losses = tf.where(counted, losses, tf.zeros_like(losses))
     model._loss_tracker.update_state(losses, tf.cast(counted, losses.dtype))
+    # Metrics are of all views.
+    count, y_pred = privacy.settings.views, clipped.y_pred
+    x, y, sample_weight = views.repeated(batch, count)
+    real = views.repeated(real, count)
     own = type(model).compute_metrics is not keras.Model.compute_metrics
     if real is None:
         return model.compute_metrics(x, y, y_pred, sample_weight)

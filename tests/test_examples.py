@@ -69,6 +69,13 @@ def test_lstm(run):
     assert names["model"].optimizer.iterations == 4
 
 
+def test_fashion_mnist(run):
+    names = run("fashion_mnist")
+    assert names["epsilon"] <= 2.7
+    assert [row[0] for row in names["rows"]] == list(names["PLANS"])
+    assert names["rows"][0][2] > 0.5  # By chance: 0.1.
+
+
 def test_custom_layer(run):
     names = run("custom_layer")
     assert names["report"].relative_error < 1e-5
