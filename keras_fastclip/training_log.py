@@ -38,7 +38,7 @@ def update(
     losses = tf.where(counted, losses, tf.zeros_like(losses))
     model._loss_tracker.update_state(losses, tf.cast(counted, losses.dtype))
     # Metrics are of all views.
-    count, y_pred = privacy.settings.views, clipped.y_pred
+    count, y_pred = model._privacy.settings.views, clipped.y_pred
     x, y, sample_weight = views.repeated(batch, count)
     real = views.repeated(real, count)
     own = type(model).compute_metrics is not keras.Model.compute_metrics
