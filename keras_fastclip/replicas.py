@@ -118,8 +118,7 @@ def train_step(
     privacy.plan(model, batch)  # Checks the model, which no replica can.
     privacy.own_weights(model)
     rows, checked = _whole(strategy, data, privacy.state())
-    with tf.control_dependencies(checked):
-        use = privacy.cost(poisson, None, rows)
+    use = privacy.cost(poisson, None, rows)
 
     def on_replica(data):
         batch, real, _ = sampling.unpack(_content(data))
@@ -156,7 +155,9 @@ def train_step(
         strategy.run(apply)
         return model.get_metrics_result()
 
-    return privacy.within_budget(use, step, model.get_metrics_result)
+    # All that follows, the count included, waits for the checks.
+    with tf.control_dependencies(checked):
+        return privacy.within_budget(use, step, model.get_metrics_result)
 
 
 def _totals(strategy, *values):
