@@ -296,9 +296,12 @@ def test_a_full_disk_leaves_the_backup_of_before(tmp_path):
 # -- processes ---------------------------------------------------------------
 
 INTERRUPTED = """
-import sys
+import signal
 from tests.test_faults import data, model
 import keras
+
+# Background jobs of a shell inherit that it is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class Tell(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
