@@ -30,7 +30,23 @@ IN_FLIGHT = AT_ONCE * _PARALLEL
 Function = Callable[..., Sequence[tf.Tensor]]
 
 
-class _Turns:
+class _Loop:
+    """Turns, in each of which some of `count` examples are taken."""
+
+    def run(self, body, carried):
+        _, *carried = tf.while_loop(
+            lambda turn, *_: turn < self.number,
+            lambda turn, *carried: (turn + 1, *body(turn, *carried)),
+            (0, *carried),
+            parallel_iterations=_PARALLEL,
+        )
+        return carried
+
+    def in_order(self, norms):
+        return tf.reshape(norms.stack(), [-1])[: self.count]
+
+
+class _Turns(_Loop):
     """The order in which examples are taken, and what is done to each."""
 
     def __init__(self, function, tensors):
@@ -58,21 +74,9 @@ class _Turns:
         """Where the results of a turn go."""
         return turn * AT_ONCE + tf.range(AT_ONCE)
 
-    def run(self, body, carried):
-        _, *carried = tf.while_loop(
-            lambda turn, *_: turn < self.number,
-            lambda turn, *carried: (turn + 1, *body(turn, *carried)),
-            (0, *carried),
-            parallel_iterations=_PARALLEL,
-        )
-        return carried
-
     def norms(self, dtype):
         """An array that takes the squared norms of a turn."""
         return tf.TensorArray(dtype, self.number, element_shape=[AT_ONCE])
-
-    def in_order(self, norms):
-        return tf.reshape(norms.stack(), [-1])[: self.count]
 
 
 def _row(tensor, index):
@@ -189,7 +193,7 @@ def _zeros(shapes, dtype):
     ]
 
 
-class _Blocks:
+class _Blocks(_Loop):
     """Blocks of examples, nearly equal ones, of so many at the most."""
 
     def __init__(self, tensors, most):
@@ -211,18 +215,6 @@ class _Blocks:
     def array(self):
         """An array that takes what comes of the blocks."""
         return tf.TensorArray(self.dtype, self.number, clear_after_read=False)
-
-    def run(self, body, carried):
-        _, *carried = tf.while_loop(
-            lambda turn, *_: turn < self.number,
-            lambda turn, *carried: (turn + 1, *body(turn, *carried)),
-            (0, *carried),
-            parallel_iterations=_PARALLEL,
-        )
-        return carried
-
-    def in_order(self, norms):
-        return tf.reshape(norms.stack(), [-1])[: self.count]
 
 
 def norms_in_blocks(
