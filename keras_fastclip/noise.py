@@ -98,7 +98,7 @@ class GaussianNoise:
                 size = piece.shape[0]
                 # For a size that varies it would be compiled again and again.
                 large = size is not None and size >= SMALL
-                noised = _compiled(size, piece.dtype) if large else _add_normal
+                noised = _compiled(piece.dtype) if large else _add_normal
                 parts.append(noised(piece, words, stddev, divisor))
             return tf.concat([h for part in parts[first:] for h in part], 0)
 
@@ -282,9 +282,17 @@ def _add_normal(flat, words, stddev, divisor):
 
 
 @functools.cache
-def _compiled(size: int, dtype: tf.DType):
+def _compiled(dtype: tf.DType):
     """One loop over the values, in place of some thirty passes over them.
 
-    One function for each size and type, held as long as the process lives.
+    Traced once in a process; XLA compiles it for each size that it meets.
     """
-    return tf.function(_add_normal, jit_compile=True)
+    signature = [
+        tf.TensorSpec([None], dtype),
+        tf.TensorSpec([keystream.WORDS, None], tf.uint32),
+        tf.TensorSpec([], tf.float64),
+        tf.TensorSpec([], tf.float64),
+    ]
+    return tf.function(
+        _add_normal, signature, autograph=False, jit_compile=True
+    )

@@ -477,7 +477,6 @@ class Privacy:
     def _coming_sigmas(self, count):
         """The scheduled noise multipliers of the coming steps."""
 
-        @tf.function
         def sigmas(steps):
             return tf.map_fn(
                 lambda step: self.multiplier.at(step)[1],
@@ -485,6 +484,7 @@ class Privacy:
                 fn_output_signature=tf.float64,
             )
 
+        sigmas = tf.function(sigmas, autograph=False)
         return sigmas(self.steps + tf.range(count, dtype=tf.int64)).numpy()
 
     def require_room(self, model: keras.Model) -> None:

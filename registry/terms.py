@@ -300,7 +300,8 @@ def sum_of_squares(tensor: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
 
 def squared_norm(per_example: tf.Tensor) -> tf.Tensor:
     """(B, ...) -> (B,), the squared norm of each example's part."""
-    return sum_of_squares(per_example, range(1, per_example.shape.rank))
+    axes = list(range(1, per_example.shape.rank))
+    return sum_of_squares(per_example, axes)
 
 
 def sum_to_shape(g: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:

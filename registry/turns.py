@@ -17,6 +17,7 @@ than stay in the caches.
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from keras_fastclip import _keras
@@ -43,7 +44,8 @@ class _Loop:
         return carried
 
     def in_order(self, norms):
-        return tf.reshape(norms.stack(), [-1])[: self.count]
+        norms = tf.reshape(norms.stack(), [-1])
+        return tf.slice(norms, [0], tf.reshape(self.count, [1]))
 
 
 class _Turns(_Loop):
@@ -72,7 +74,7 @@ class _Turns(_Loop):
 
     def places(self, turn):
         """Where the results of a turn go."""
-        return turn * AT_ONCE + tf.range(AT_ONCE)
+        return turn * AT_ONCE + np.arange(AT_ONCE, dtype=np.int32)
 
     def norms(self, dtype):
         """An array that takes the squared norms of a turn."""
@@ -82,9 +84,10 @@ class _Turns(_Loop):
 def _row(tensor, index):
     """(1, ...), without a copy where TensorFlow can do so."""
     shape = tensor.shape[1:]
-    sizes = shape if shape.is_fully_defined() else tf.shape(tensor)[1:]
-    begin = tf.stack([index] + [0] * shape.rank)
-    row = tf.slice(tensor, begin, tf.concat([[1], sizes], 0))
+    sizes = [1, *shape]
+    if not shape.is_fully_defined():
+        sizes = tf.concat([[1], tf.shape(tensor)[1:]], 0)
+    row = tf.slice(tensor, index * ([1] + [0] * shape.rank), sizes)
     return tf.ensure_shape(row, [1, *shape])
 
 
