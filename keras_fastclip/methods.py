@@ -43,7 +43,7 @@ import tensorflow as tf
 from keras_fastclip import planner, sparse, timing
 from keras_fastclip.capture import Plan
 from keras_fastclip.clipping import Clipping, matching
-from keras_fastclip.parts import Part, Traits, widest
+from keras_fastclip.parts import Part, Traits, together, widest
 from keras_fastclip.planner import Choice, Item, Way
 from keras_fastclip.registry.linear import Kernel
 from keras_fastclip.sparse import Touched
@@ -251,6 +251,7 @@ def clipped_sums(
     """
     groups = dict(zip(paths, clipping.groups(paths), strict=True))
     count = max(groups.values()) + 1
+    parts = together(parts, groups)
     # A call whose rows are not those of the batch must not pass unnoticed.
     shape = tf.reshape(batch_size, [1])
     norms = [tf.reshape(part.squared_norms(), shape) for part in parts]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +13,7 @@ from keras_fastclip.registry import linear, shared
 from keras_fastclip.registry.embedding import Lookup
 from keras_fastclip.registry.terms import (
     Factors,
+    Small,
     at_least_float32,
     itself,
     squared_norm,
@@ -23,6 +24,9 @@ from keras_fastclip.registry.turns import (
     norm_of_one,
     norms_in_turns,
 )
+
+# Weights that share an array with others; more are not copied there.
+_FEW = 2**12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +215,23 @@ class Part:
                 total[id(variable)].append(tensor)
         return [sum(each[1:], each[0]) for each in total.values()]
 
+    @property
+    def few(self) -> tf.DType | None:
+        """The type of few gradients, None if `rows_of_few` cannot be had."""
+        term, g = self.uses[0].term, self.uses[0].g
+        if len(self.uses) > 1 or not isinstance(term, Small):
+            return None
+        if self.traits.weights > _FEW:
+            return None
+        return tf.float64 if g.dtype == tf.float64 else tf.float32
+
+    def rows_of_few(self) -> tf.Tensor:
+        """The gradients of all examples, (B, n)."""
+        (use,) = self.uses
+        with tf.control_dependencies([use.g]):
+            (rows,) = use.term.per_example(use.g, use.rows)
+            return tf.reshape(rows, [-1, self.traits.weights])
+
     def positions(self, factors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """c·g of a table, position by position, with c of shape (batch,).
 
@@ -253,6 +274,57 @@ class Part:
             for use in self.uses
         ]
         return self._added(found, [])
+
+
+class FewWeights:
+    """Parts of so few weights that one array holds their gradients.
+
+    A model has many biases and scales, and the operations for one of them take
+    longer to start than to run.
+
+    Args:
+        parts: those for which `few` is true, of one group of weights.
+    """
+
+    def __init__(self, parts: Sequence[Part]):
+        self._parts = parts
+        self.path = parts[0].path
+        self.variables = [v for part in parts for v in part.variables]
+
+    def squared_norms(self) -> tf.Tensor:
+        """As `Part.squared_norms`, of all together."""
+        rows = [part.rows_of_few() for part in self._parts]
+        self._built = _Built([tf.concat(rows, 1)])
+        return self._built.squared_norms
+
+    def weighted_sum(
+        self, factors: tf.Tensor, finite: tf.Tensor | None = None
+    ) -> dict[int, tf.Tensor]:
+        """As `Part.weighted_sum`."""
+        (total,) = self._built.weighted_sum(Factors(factors, finite))
+        sizes = [math.prod(v.shape) for v in self.variables]
+        sums = tf.split(total, sizes)
+        return {
+            id(v): tf.reshape(own, v.shape)
+            for v, own in zip(self.variables, sums, strict=True)
+        }
+
+
+def together(parts: Sequence[Part], groups: Mapping[str, int]) -> list:
+    """The same, but with few weights of a group in one part.
+
+    Args:
+        parts: what `make_parts` returned.
+        groups: by path.
+    """
+    others, few = [], {}
+    for part in parts:
+        if part.few is None:
+            others.append(part)
+        else:
+            key = groups[part.path], part.few
+            few.setdefault(key, []).append(part)
+    return others + [FewWeights(found) for found in few.values()]
 
 
 class _Built:

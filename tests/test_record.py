@@ -218,8 +218,11 @@ def counting_model():
     return model
 
 
-def run(folder):
-    """Trains for ever, from where the run before was killed."""
+def run(folder, batches):
+    """Trains for ever, from where the run before was killed.
+
+    Says that it is alive after so many batches.
+    """
 
     class Alive(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
@@ -228,7 +231,13 @@ def run(folder):
             seen = round(np.log(weight) / np.log(0.99))
             with open(folder / "resumed", "a") as file:
                 file.write(f"{seen} {ledger.total_steps}\n")
-            (folder / "alive").write_text("yes")
+            self.left = batches
+            self.on_train_batch_end()
+
+        def on_train_batch_end(self, batch=None, logs=None):
+            if self.left == 0:
+                (folder / "alive").write_text("yes")
+            self.left -= 1
 
     x, y = data()
     counting_model().fit(
@@ -249,15 +258,16 @@ def test_a_killed_run_resumes_with_all_its_steps(tmp_path):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.test_record"])
     rng = python_random.Random(0)
-    for _ in range(20):
-        process = context.Process(target=run, args=(tmp_path,))
+    for i in range(20):
+        arguments = tmp_path, (2, 0)[i % 2]  # Also before the first step.
+        process = context.Process(target=run, args=arguments)
         process.start()
-        limit = time.monotonic() + 120
+        limit = time.monotonic() + 300
         while not (tmp_path / "alive").exists():
             assert process.is_alive() and time.monotonic() < limit
             time.sleep(0.01)
         (tmp_path / "alive").unlink()
-        time.sleep(rng.uniform(0.5, 1.5))
+        time.sleep(rng.uniform(0, 1))
         os.kill(process.pid, signal.SIGKILL)
         process.join()
     lines = (tmp_path / "resumed").read_text().split("\n")[:-1]
