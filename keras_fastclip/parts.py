@@ -342,10 +342,7 @@ class _Built:
 
     def weighted_sum(self, factors):
         kept = factors.without_others(*self._gradients)
-        sums = [
-            tf.tensordot(tf.cast(factors.values, g.dtype), g, 1) for g in kept
-        ]
-        return self._assembled(sums)
+        return self._assembled([factors.total(g) for g in kept])
 
 
 def widest(norms: Sequence[tf.Tensor]) -> list[tf.Tensor]:

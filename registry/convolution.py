@@ -66,6 +66,7 @@ from keras_fastclip.registry.terms import (
     at_least_float32,
     is_computed,
     select_rows,
+    with_rows,
 )
 from keras_fastclip.registry.turns import norms_in_blocks, norms_in_turns
 
@@ -383,8 +384,11 @@ class Convolution(Linear):
         """(rows, *spatial, c) -> (B, T, c), or (B, groups, T, c/groups)."""
         width, groups = tensor.shape[-1], self._geometry.groups
         shape = [width] if groups == 1 else [groups, width // groups]
-        positions = -1 if self._positions is None else self._positions
-        tensor = tf.reshape(tensor, [tf.shape(tensor)[0], positions, *shape])
+        if self._positions is None:
+            shape = [tf.shape(tensor)[0], -1, *shape]
+            tensor = tf.reshape(tensor, shape)
+        else:
+            tensor = with_rows(tensor, [self._positions, *shape])
         return by_example(at_least_float32(tensor), rows)
 
     def _patches(self, image, rows, together=1):

@@ -46,15 +46,9 @@ class Rows:
 
     def fold(self, tensor: tf.Tensor) -> tf.Tensor:
         """(B·k, ...) -> (B, k, ...)."""
-        shape = tf.shape(tensor)
         k = self.per_example
-        if self.example_major:
-            leading = [shape[0] // k, k]
-        else:
-            leading = [k, shape[0] // k]
-        folded = tf.reshape(tensor, tf.concat([leading, shape[1:]], 0))
-        static = [k, None] if not self.example_major else [None, k]
-        folded.set_shape(static + tensor.shape[1:].as_list())
+        leading = [-1, k] if self.example_major else [k, -1]
+        folded = _with_leading(tensor, 1, leading)
         if not self.example_major:
             axes = [1, 0, *range(2, folded.shape.rank)]
             folded = tf.transpose(folded, axes)
@@ -65,11 +59,7 @@ class Rows:
         if not self.example_major:
             axes = [1, 0, *range(2, tensor.shape.rank)]
             tensor = tf.transpose(tensor, axes)
-        shape = tf.shape(tensor)
-        merged = tf.concat([[shape[0] * shape[1]], shape[2:]], 0)
-        unfolded = tf.reshape(tensor, merged)
-        unfolded.set_shape([None, *tensor.shape[2:].as_list()])
-        return unfolded
+        return _with_leading(tensor, 2, [-1])
 
     def spread(self, values: tf.Tensor) -> tf.Tensor:
         """One value an example (B,) -> one value a row (B·k,)."""
@@ -122,6 +112,14 @@ class Factors:
         shape = [-1] + [1] * (tensor.shape.rank - 1)
         column = tf.reshape(tf.cast(self.values, tensor.dtype), shape)
         return tf.math.multiply_no_nan(tensor, column)
+
+    def total(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Σᵢ cᵢ·tensorᵢ, of rows that are finite where c is zero."""
+        values, shape = tf.cast(self.values, tensor.dtype), tensor.shape[1:]
+        if not shape.is_fully_defined():
+            return tf.tensordot(values, tensor, 1)
+        flat = with_rows(tensor, [shape.num_elements()])
+        return tf.reshape(tf.matmul(values[None], flat), shape)
 
     def without_others(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Zeros in rows of factor zero, if any row is not finite."""
@@ -273,6 +271,21 @@ def with_rows(tensor: tf.Tensor, shape: Sequence[Any]) -> tf.Tensor:
     if all(isinstance(size, int) and size for size in shape):
         return tf.reshape(tensor, [-1, *shape])
     return tf.reshape(tensor, [tf.shape(tensor)[0], *shape])
+
+
+def _with_leading(tensor, axes, sizes):
+    """With sizes, one of them -1, in place of the first so many axes."""
+    rest = tensor.shape[axes:]
+    if rest.is_fully_defined() and 0 not in rest:
+        return tf.reshape(tensor, [*sizes, *rest])
+    shape = tf.shape(tensor)
+    known = -math.prod(sizes)
+    sizes = [
+        tf.reduce_prod(shape[:axes]) // known if n < 0 else n for n in sizes
+    ]
+    result = tf.reshape(tensor, tf.concat([sizes, shape[axes:]], 0))
+    static = [n if isinstance(n, int) else None for n in sizes]
+    return tf.ensure_shape(result, [*static, *rest])
 
 
 def long_sum(squares: tf.Tensor, count: int | None) -> tf.Tensor:

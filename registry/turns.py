@@ -295,7 +295,7 @@ class KeptInBlocks:
             ]
             gradients = own.without_others(*gradients)
             return [
-                total + tf.tensordot(own.values, each, 1)
+                total + own.total(each)
                 for total, each in zip(sums, gradients, strict=True)
             ]
 
