@@ -215,7 +215,8 @@ class _Cell:
             cotangents: of the new states.
 
         Returns:
-            The cotangents of ζ, of the inner product and of the old states.
+            The cotangents of ζ, of the inner product and of the old states,
+            None where that is zero but for what the product adds.
         """
         raise NotImplementedError
 
@@ -232,7 +233,7 @@ class _Simple(_Cell):
     def pull(self, saved, cotangents):
         (slope,) = self.slopes()
         d_zeta = slope(*saved, *cotangents)
-        return d_zeta, d_zeta, [tf.zeros_like(d_zeta)]
+        return d_zeta, d_zeta, [None]
 
 
 class _LSTM(_Cell):
@@ -259,7 +260,7 @@ class _LSTM(_Cell):
             ],
             -1,
         )
-        return d_zeta, d_zeta, [tf.zeros_like(d_h), d_carry * f]
+        return d_zeta, d_zeta, [None, d_carry * f]
 
 
 class _GRU(_Cell):
@@ -441,7 +442,7 @@ def _while(cell, zeta, states, mask):
     hidden, last, saved = _forward(
         cell, zeta, states, cell.weights, mask, cell.shown
     )
-    return hidden, last, [array.stack() for array in saved]
+    return hidden, last, _stacked(saved)
 
 
 def _while_with_gradient(cell, zeta, states, mask):
@@ -455,7 +456,7 @@ def _while_with_gradient(cell, zeta, states, mask):
     def run(zeta, *arguments):
         initial, weights = arguments[: len(states)], arguments[len(states) :]
         hidden, last, saved = _forward(cell, zeta, initial, weights, mask)
-        shown = [array.stack() for array in saved[: cell.shown]]
+        shown = _stacked([arrays[: cell.shown] for arrays in saved])
 
         def backward(d_hidden, *d_rest):
             d_last = d_rest[: len(last)]  # No loss depends on what is shown.
@@ -482,68 +483,144 @@ def _forward(cell, zeta, states, weights, mask, save=None):
     All that they save is needed for `pull`, and else the first `save` of it.
 
     One array for all h: those before each step and those after it are slices
-    of it, without a copy.
+    of it, without a copy. What is saved is in arrays for each chain.
     """
-    length = tf.shape(zeta)[1]
+    length, chains = tf.shape(zeta)[1], _Chains(cell, zeta)
+
+    def step(zeta, states):
+        inner = cell.inner(states[0], weights)
+        return cell.step(zeta, inner, states, weights)
+
+    states = chains.parted_lists(states)
+    rows = zip(chains.parted(zeta[:, 0]), states, strict=True)
     # Only shapes and types of the first step are used, not its values.
-    _, first = cell.step(
-        zeta[:, 0], cell.inner(states[0], weights), states, weights
-    )
-    saved = [_array(length, tensor) for tensor in first[:save]]
-    hidden = _array(length + 1, states[0]).write(0, states[0])
+    first = [step(*own)[1] for own in rows]
+    saved = [[_array(length, tensor) for tensor in own[:save]] for own in first]
+    start = chains.joined([own[0] for own in states])
+    hidden = _array(length + 1, start).write(0, start)
 
     zeta = _swapped(zeta)
 
     def body(t, states, hidden, saved):
-        inner = cell.inner(states[0], weights)
-        new, kept = cell.step(zeta[t], inner, states, weights)
-        states = _where(None if mask is None else mask[:, t], new, states)
-        saved = [
-            array.write(t, tensor)
-            for array, tensor in zip(saved, kept, strict=False)
+        rows = zip(chains.parted(zeta[t]), states, strict=True)
+        found = [step(*own) for own in rows]
+        masks = chains.parted(None if mask is None else mask[:, t])
+        states = [
+            _where(mask_t, new, old)
+            for mask_t, (new, _), old in zip(masks, found, states, strict=True)
         ]
-        return t + 1, states, hidden.write(t + 1, states[0]), saved
+        saved = [
+            [
+                array.write(t, tensor)
+                for array, tensor in zip(arrays, kept, strict=False)
+            ]
+            for arrays, (_, kept) in zip(saved, found, strict=True)
+        ]
+        h = chains.joined([own[0] for own in states])
+        return t + 1, states, hidden.write(t + 1, h), saved
 
     _, last, hidden, saved = _repeat(
-        body, (0, list(states), hidden, saved), zeta.shape[0], length
+        body, (0, states, hidden, saved), zeta.shape[0], length
     )
     known = None if zeta.shape[0] is None else zeta.shape[0] + 1
-    hidden = tf.ensure_shape(hidden.stack(), [known, *states[0].shape])
-    return hidden, last, saved
+    hidden = tf.ensure_shape(hidden.stack(), [known, *start.shape])
+    return hidden, chains.joined_lists(last), saved
+
+
+def _stacked(saved):
+    """What was saved in arrays for each chain, (T, B, ·)."""
+    chains = [[array.stack() for array in arrays] for arrays in saved]
+    if len(chains) == 1:
+        return chains[0]
+    return [tf.concat(each, 1) for each in zip(*chains, strict=True)]
 
 
 def _backward(cell, zeta, weights, mask, saved, d_hidden, d_last):
     """Cotangents of ζ and of h·U, (T, B, ·), and of the initial states."""
-    length = tf.shape(zeta)[1]
+    length, chains = tf.shape(zeta)[1], _Chains(cell, zeta)
     # A product with a transposed operand takes twice the time, at each step.
     transposed = tf.transpose(weights[0])
 
-    def body(i, carried, arrays):
-        t = length - 1 - i
-        carried = [carried[0] + d_hidden[t + 1], *carried[1:]]
-        zeros = [tf.zeros_like(d) for d in carried]
-        mask_t = None if mask is None else mask[:, t]
-        d_zeta, d_inner, d_states = cell.pull(
-            [array.read(t) for array in saved], _where(mask_t, carried, zeros)
+    def pull(arrays, carried, d_h, mask_t, t):
+        carried = [carried[0] + d_h, *carried[1:]]
+        zeros = (
+            [tf.zeros_like(d) for d in carried] if mask_t is not None else []
         )
-        d_states[0] += cell.pull_inner(d_inner, transposed)
-        if mask is not None:
+        d_zeta, d_inner, d_states = cell.pull(
+            [array.read(t) for array in arrays], _where(mask_t, carried, zeros)
+        )
+        d_product = cell.pull_inner(d_inner, transposed)
+        own = d_states[0]
+        d_states[0] = d_product if own is None else own + d_product
+        if mask_t is not None:
             passed = _where(mask_t, zeros, carried)
             pairs = zip(d_states, passed, strict=True)
             d_states = [own + other for own, other in pairs]
+        return d_zeta, d_inner, d_states
+
+    def body(i, carried, arrays):
+        t = length - 1 - i
+        rows = zip(
+            saved,
+            carried,
+            chains.parted(d_hidden[t + 1]),
+            chains.parted(None if mask is None else mask[:, t]),
+            strict=True,
+        )
+        *found, carried = zip(*(pull(*own, t) for own in rows), strict=True)
         written = [
-            array.write(t, tensor)
-            for array, tensor in zip(arrays, (d_zeta, d_inner), strict=True)
+            array.write(t, chains.joined(parts))
+            for array, parts in zip(arrays, found, strict=True)
         ]
-        return i + 1, d_states, written
+        return i + 1, list(carried), written
 
     like = zeta[:, 0]
     arrays = [_array(length, like), _array(length, like)]
     _, d_initial, arrays = _repeat(
-        body, (0, list(d_last), arrays), zeta.shape[1], length
+        body, (0, chains.parted_lists(d_last), arrays), zeta.shape[1], length
     )
     d_zeta, d_inner = (array.stack() for array in arrays)
-    return d_zeta, d_inner, d_initial
+    return d_zeta, d_inner, chains.joined_lists(d_initial)
+
+
+class _Chains:
+    """The batch in two halves, whose steps do not wait for each other.
+
+    The steps of a loop are one long chain of products too small for several
+    threads; two chains keep two of them busy. With 64 examples and 128 units
+    the loops of an LSTM take about two thirds of the time.
+
+    Args:
+        cell: the cell.
+        zeta: (B, ...).
+    """
+
+    def __init__(self, cell, zeta):
+        self._sizes = None
+        # Masks of dropout are for the whole batch.
+        if _keras.on_cpu() and cell.recurrent_masks is None:
+            rows = zeta.shape[0]
+            rows = tf.shape(zeta)[0] if rows is None else rows
+            self._sizes = [rows // 2, rows - rows // 2]
+
+    def parted(self, tensor):
+        """(B, ...) or None, for each chain."""
+        if self._sizes is None:
+            return [tensor]
+        return [None] * 2 if tensor is None else tf.split(tensor, self._sizes)
+
+    def joined(self, parts):
+        """The inverse of `parted`."""
+        return parts[0] if self._sizes is None else tf.concat(parts, 0)
+
+    def parted_lists(self, tensors):
+        """A list of tensors for each chain."""
+        each = [self.parted(tensor) for tensor in tensors]
+        return [list(own) for own in zip(*each, strict=True)]
+
+    def joined_lists(self, parts):
+        """The inverse of `parted_lists`."""
+        return [self.joined(list(each)) for each in zip(*parts, strict=True)]
 
 
 def _repeat(step, carried, known, length):

@@ -53,15 +53,23 @@ def test_update_of_one_example_is_bounded_under_dropout(
         assert np.sqrt(moved) == pytest.approx(0.5, rel=1e-9)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2, 3])
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loop_in_a_graph_has_the_gradient_of_autodiff(kind, float64):
-    """Also of the weights that the loop reads, which no step asks for."""
+def test_loop_in_a_graph_has_the_gradient_of_autodiff(
+    kind, known, rows, float64
+):
+    """Also of the weights that the loop reads, which no step asks for.
+
+    And for any number of examples, which the loop takes in two halves.
+    """
     layer = kind(2, return_sequences=True)
     x = tf.constant(np.random.default_rng(0).normal(size=(3, 4, 5)))
-    mask = tf.constant([[1, 1, 0, 1], [0, 1, 1, 0], [1, 1, 1, 1]]) > 0
     layer(x)
+    mask = tf.constant([[1, 1, 0, 1], [0, 1, 1, 0], [1, 1, 1, 1]]) > 0
+    x, mask = x[:rows], mask[:rows]
 
-    def gradients():
+    def gradients(x, mask):
         with tf.GradientTape() as tape:
             tape.watch(x)
             zeta, _, psi = recurrent.recurrent(layer, x, mask=mask)
@@ -69,7 +77,14 @@ def test_loop_in_a_graph_has_the_gradient_of_autodiff(kind, float64):
         variables = [v.value for v in layer.trainable_variables]
         return tape.gradient(loss, [x, *variables])
 
-    for found, right in zip(tf.function(gradients)(), gradients(), strict=True):
+    sizes = [[rows if known else None, *t.shape[1:]] for t in (x, mask)]
+    signature = [
+        tf.TensorSpec(sizes[0], x.dtype),
+        tf.TensorSpec(sizes[1], bool),
+    ]
+    traced = tf.function(gradients, input_signature=signature)
+    pairs = zip(traced(x, mask), gradients(x, mask), strict=True)
+    for found, right in pairs:
         np.testing.assert_allclose(found, right, atol=1e-12)
 
 
