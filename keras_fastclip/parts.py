@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from keras_fastclip.capture import Use
@@ -139,22 +138,13 @@ class Part:
         """Norms of gradients that will not be those in the sum.
 
         The sum takes the same products anew and rounds them otherwise. Where
-        they cancel, that may be far more than the gradient; see `reach`.
+        they cancel, that may be far more than the gradient.
         """
         pairs = zip(self.uses, self._by_use(operands), strict=True)
-        reach = tf.add_n([use.term.reach(*own) for use, own in pairs])
-        unit = np.finfo(reach.dtype.as_numpy_dtype).eps
+        lengths = [use.term.lengths(*own) for use, own in pairs]
         # Of the one sum and of the other.
-        most = 2 * linear.units(self._positions(), linear.SUM_UNITS)
-        return tf.square(tf.sqrt(squared_norms) + most * unit * reach)
-
-    def _positions(self):
-        """T over all uses, or more than any if it is not known."""
-        found = [use.term.sizes(use.rows) for use in self.uses]
-        known = [sizes[0] for sizes in found if sizes is not None]
-        if len(known) < len(found) or None in known:
-            return 2**31
-        return sum(known)
+        drift = 2 * linear.drift_of_sum(tf.concat(lengths, 1))
+        return tf.square(tf.sqrt(squared_norms) + drift)
 
     def _ghost_norms(self):
         if len(self.uses) > 1:

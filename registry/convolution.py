@@ -476,22 +476,18 @@ class Convolution(Linear):
         kernel = self.variables[0]
         return type(self)(kernel, self._geometry, inputs, self._convolve)
 
-    def reach(self, inputs, g):
+    def lengths(self, inputs, g):
         rows = Rows(inputs.shape[1])
         one_axis = self._on(rows.unfold(inputs))
         image, other = one_axis._operands(rows.unfold(g))
         squares = self._squares(image)
         patches = tf.add_n(list(_shifted_slices(self._geometry, squares)))
-        lengths = tf.sqrt(patches * self._squares(other))
-        spatial = list(range(1, lengths.shape.rank - 1))
-        by_group = tf.reshape(
-            tf.reduce_sum(lengths, spatial),
-            [-1, rows.per_example, self._geometry.groups],
-        )
-        by_group = tf.reduce_sum(by_group, 1)
+        by_group = tf.sqrt(patches * self._squares(other))
         if self._blocks == 1:
-            return tf.reduce_sum(by_group, -1)
-        return tf.norm(by_group, axis=-1)
+            lengths = tf.reduce_sum(by_group, -1)
+        else:
+            lengths = tf.norm(by_group, axis=-1)
+        return tf.reshape(lengths, [tf.shape(inputs)[0], -1])
 
     def _squares(self, tensor):
         """(rows, *spatial, c) -> (rows, *spatial, groups), sums of squares."""
@@ -559,9 +555,7 @@ class Convolution(Linear):
         g = tf.reshape(padded_g, [-1, math.prod(sizes), other.shape[-1]])
         d, p = self._widths()
         gram_g = gram(g[:, : gram_a.shape[-1]])
-        norms, errors, reach = product_of_grams(gram_a, gram_g, d, p)
-        positions = tf.shape(gram_a)[-1]
-        return rounded_up(norms, errors, tf.square(reach), positions)
+        return rounded_up(product_of_grams(gram_a, gram_g, d, p))
 
 
 def _examples_in(numbers, each):

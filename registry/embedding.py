@@ -3,19 +3,23 @@
 import math
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_fastclip import _keras
 from keras_fastclip.registry import lora
 from keras_fastclip.registry.dense import positions
-from keras_fastclip.registry.linear import Linear, times_transposed
+from keras_fastclip.registry.linear import (
+    Linear,
+    roundoff,
+    times_transposed,
+)
 from keras_fastclip.registry.lookup import for_quantized, register
 from keras_fastclip.registry.terms import (
     Term,
     at_least_float32,
     is_computed,
     itself,
+    sum_of_squares,
 )
 
 
@@ -188,12 +192,9 @@ class Lookup(Term):
         return (tf.reshape(summed, [-1, self._vocabulary, self._width]),)
 
     def omega(self, g, rows, form=None):
-        ids, g = self.pair(g, rows)
-        # The sum adds up cotangents of one id in another order, and where
-        # they cancel, its rounding counts.
-        unit = np.finfo(g.dtype.as_numpy_dtype).eps
-        reach = tf.reduce_sum(tf.norm(g, axis=-1), -1)
-        return tf.square(tf.sqrt(lookup_norm(ids, g)) + 4 * unit * reach)
+        squares, drift = lookup_norm(*self.pair(g, rows))
+        # Of this sum, and of the one of gradients, in another order.
+        return tf.square(tf.sqrt(squares) + 2 * drift)
 
     def prefers_omega(self, rows):
         return True
@@ -204,12 +205,17 @@ class Lookup(Term):
         return count, self._vocabulary, self._width
 
 
-def lookup_norm(ids: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
+def lookup_norm(ids: tf.Tensor, g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Σ over the ids of an example of ‖sum of its cotangents‖².
 
     Args:
         ids: (B, q).
         g: (B, q, width).
+
+    Returns:
+        That, and how far rounding may move the gradient, whose norm is the
+        root of it: where an id has n cotangents that are not zero, n units of
+        roundoff times the sum of their lengths. Both have shape (B,).
     """
     shape = tf.shape(ids)
     order = tf.argsort(ids, axis=1)
@@ -220,10 +226,17 @@ def lookup_norm(ids: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     # numbered within the example and then shifted by its position.
     within = tf.pad(tf.cumsum(new, axis=1), [[0, 0], [1, 0]])
     segments = within + tf.range(shape[0])[:, None] * shape[1]
-    sums = tf.math.unsorted_segment_sum(
-        tf.reshape(g, [-1, g.shape[-1]]),
-        tf.reshape(segments, [-1]),
-        shape[0] * shape[1],
-    )
-    squares = tf.reduce_sum(tf.square(sums), -1)
-    return tf.reduce_sum(tf.reshape(squares, shape), 1)
+
+    def summed(tensor):
+        sums = tf.math.unsorted_segment_sum(
+            tf.reshape(tensor, [-1, tensor.shape[-1]]),
+            tf.reshape(segments, [-1]),
+            shape[0] * shape[1],
+        )
+        return tf.reshape(sums, [shape[0], shape[1], tensor.shape[-1]])
+
+    lengths = tf.norm(g, axis=-1)
+    some = tf.cast(lengths > 0, g.dtype)
+    sizes = summed(tf.stack([lengths, some], -1))
+    moved = roundoff(g.dtype, sizes[..., 1] + 2) * sizes[..., 0]
+    return sum_of_squares(summed(g), [1, 2]), tf.norm(moved, axis=-1)

@@ -40,10 +40,6 @@ from keras_fastclip.registry.turns import norms_in_turns
 # Rows of a Gram matrix in a tile.
 TILE = 512
 
-# Units of roundoff by which a product of long vectors, and the sum of products
-# over positions, may be off; see `units`.
-GRAM_UNITS, SUM_UNITS = 135, 60
-
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
@@ -206,10 +202,9 @@ class Linear(Term):
     def of_one(self, a, g):
         return self.assembled([_products(a, g)])
 
-    def reach(self, a, g):
+    def lengths(self, a, g):
         lengths = tf.norm(a, axis=-1) * tf.norm(g, axis=-1)
-        sums = tf.reduce_sum(lengths, -1)
-        return tf.norm(sums, axis=-1) if sums.shape.rank == 2 else sums
+        return tf.norm(lengths, axis=1) if lengths.shape.rank == 3 else lengths
 
     def omega(self, g, rows, form=None):
         return ghost_norm(*self.pair(g, rows), form)
@@ -338,24 +333,17 @@ def ghost_norm(
         return norms_in_turns(ghost_norm, [a, g])
     if form == "tiles":
         return norms_in_turns(ghost_norm_by_tiles, [a, g])
-    return _without_blocks(a, g, gram_product(a, g))
+    return rounded_up(_over_blocks(gram_product(a, g)))
 
 
 def ghost_norm_by_tiles(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     """`ghost_norm` that holds few rows of the Gram matrices at a time."""
-    squares = tf.reduce_sum(a * a, -1), tf.reduce_sum(g * g, -1)
-    sizes = _Sizes.of(*squares, a.shape[-1], g.shape[-1])
-    return _without_blocks(a, g, sizes.product(*_sums_by_tiles(a, g, sizes)))
-
-
-def _without_blocks(a, g, product):
-    """The norm over all blocks of a kernel, rounded up."""
-    return rounded_up(
-        _sum_but_first(product.value),
-        _sum_but_first(product.error),
-        _sum_but_first(tf.square(product.reach)),
-        tf.shape(a)[-2],
-    )
+    value, rows_a, rows_g = _by_tiles(a, g)
+    trace_a, trace_g = (tf.reduce_sum(x * x, [-2, -1]) for x in (a, g))
+    count = tf.shape(a)[-2]
+    size_a = _Size.of(trace_a, rows_a, count, a.shape[-1])
+    size_g = _Size.of(trace_g, rows_g, count, g.shape[-1])
+    return rounded_up(_over_blocks(_product(value, size_a, size_g)))
 
 
 class Product(NamedTuple):
@@ -363,13 +351,13 @@ class Product(NamedTuple):
 
     Attributes:
         value: before rounding up.
-        error: by how many units of roundoff it may be off.
-        reach: Σ|aₜ||gₜ|, what its root could be if nothing cancelled.
+        error: by how much it may be off.
+        drift: how far aᵀg may be from what the sum of gradients takes for it.
     """
 
     value: tf.Tensor
     error: tf.Tensor
-    reach: tf.Tensor
+    drift: tf.Tensor
 
 
 def gram_product(a: tf.Tensor, g: tf.Tensor) -> Product:
@@ -381,14 +369,8 @@ def product_of_grams(
     gram_a: tf.Tensor, gram_g: tf.Tensor, d: int, p: int
 ) -> Product:
     """`gram_product` of Gram matrices that are there already."""
-    squares = tf.linalg.diag_part(gram_a), tf.linalg.diag_part(gram_g)
-    sizes = _Sizes.of(*squares, d, p)
-    sums = (
-        _sum_of_products(gram_a, gram_g),
-        spread(gram_a, sizes.g, sizes.g),
-        spread(gram_g, sizes.a, sizes.a),
-    )
-    return sizes.product(*sums)
+    size_a, size_g = _size_of_gram(gram_a, d), _size_of_gram(gram_g, p)
+    return _product(sum_of_products(gram_a, gram_g), size_a, size_g)
 
 
 def gram(tensor: tf.Tensor) -> tf.Tensor:
@@ -396,83 +378,160 @@ def gram(tensor: tf.Tensor) -> tf.Tensor:
     return tf.matmul(tensor, tensor, transpose_b=True)
 
 
-class _Sizes(NamedTuple):
-    """|aₜ| and |gₜ|, not below their true values, and d and p."""
+class _Size(NamedTuple):
+    """The size of a Gram matrix of T vectors, not below its true value.
 
-    a: tf.Tensor
-    g: tf.Tensor
-    d: int
-    p: int
+    Attributes:
+        trace: Σ|aₜ|².
+        rows: norms of the rows of aaᵀ; rows of zeros may follow.
+        norm: ‖aaᵀ‖, of Frobenius.
+        count: T.
+        width: d.
+    """
+
+    trace: tf.Tensor
+    rows: tf.Tensor
+    norm: tf.Tensor
+    count: tf.Tensor
+    width: int
 
     @classmethod
-    def of(cls, squares_a, squares_g, d, p):
-        return cls(
-            tf.sqrt(_with_lost(squares_a, d)),
-            tf.sqrt(_with_lost(squares_g, p)),
-            d,
-            p,
-        )
+    def of(cls, trace, rows, count, width):
+        """From what was computed.
 
-    def product(self, value, spread_a, spread_g) -> Product:
-        """With what was too small to be held, and a bound on the error.
-
-        Computed are aaᵀ + E and ggᵀ + F, where |Eₛₜ| is at most units(d) of
-        roundoff times |aₛ||aₜ|, and |Fₛₜ| likewise. So their product is off by
-        ⟨|E|, |ggᵀ|⟩ + ⟨|aaᵀ|, |F|⟩ + ⟨|E|, |F|⟩, and by what the sum over T
-        positions and T again adds.
-
-        Args:
-            value: ⟨aaᵀ, ggᵀ⟩ as computed.
-            spread_a: Σ|gₛ||gₜ||aₛ·aₜ|.
-            spread_g: Σ|aₛ||aₜ||gₛ·gₜ|.
+        A square of an entry that is too small to hold, or too large, is no
+        loss: the one is less than the root of the least number, and for the
+        other the trace is there, which no norm exceeds.
         """
-        # |aₛ·aₜ| is at most Σ|aₜ|².
-        lost_a = _lost(value, self.d) * tf.reduce_sum(tf.square(self.g), -1)
-        lost_g = _lost(value, self.p) * tf.reduce_sum(tf.square(self.a), -1)
-        count = tf.cast(tf.shape(self.a)[-1], value.dtype)
-        of_a, of_g = units(self.d), units(self.p)
-        reach = tf.reduce_sum(self.a * self.g, -1)
-        both = of_a * of_g * np.finfo(value.dtype.as_numpy_dtype).eps
-        error = of_a * spread_g + (of_g + long_units(count)) * spread_a
-        error += both * tf.square(reach)
-        return Product(value + count * (lost_a + lost_g), error, reach)
+        floats = np.finfo(trace.dtype.as_numpy_dtype)
+        count = tf.cast(count, trace.dtype)
+        lost = count * width * floats.tiny
+        more = 1 + 2 * roundoff(trace.dtype, additions(width))
+        more += 2 * roundoff(trace.dtype, count)
+        trace = more * trace + lost
+        rows = more * rows + tf.sqrt(count) * math.sqrt(floats.tiny) + lost
+        rows = tf.minimum(rows, trace[..., None])
+        norm = tf.minimum(more * tf.norm(rows, axis=-1), trace)
+        return cls(trace, rows, norm, count, width)
 
 
-def spread(gram: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
-    """Σ rowsₛ columnsₜ |gramₛₜ|."""
-    return tf.reduce_sum(rows * tf.linalg.matvec(tf.abs(gram), columns), -1)
+def _size_of_gram(gram, width):
+    trace = tf.reduce_sum(tf.linalg.diag_part(gram), -1)
+    return _Size.of(trace, _norms_of_rows(gram), tf.shape(gram)[-1], width)
 
 
-def _sum_of_products(a, g):
-    """Over the last two axes."""
+def _norms_of_rows(gram):
+    return tf.sqrt(sum_of_squares(gram, [-1]))
+
+
+def _product(value, a, g) -> Product:
+    """⟨aaᵀ, ggᵀ⟩ as computed, with a bound on its error.
+
+    Computed are aaᵀ + E and ggᵀ + F. An entry of a Gram matrix is a sum of d
+    products, and each addition is off by at most a unit of roundoff times its
+    result. The results of one addition in all entries are the Gram matrix of
+    some of the d columns of a. Such a matrix is at most aaᵀ in the order of
+    positive semidefinite matrices, so its norm is at most ‖aaᵀ‖. In whatever
+    order the products are added, therefore,
+
+        ‖E‖ ≤ d·u·‖aaᵀ‖ ,   u = 2⁻²⁴ in float32,
+
+    and likewise ‖F‖ ≤ p·u·‖ggᵀ‖; by Cauchy and Schwarz ⟨aaᵀ, ggᵀ⟩ is off by
+    (d + p)·u·‖aaᵀ‖‖ggᵀ‖. To bound entries by |aₛ||aₜ| instead would lose a
+    factor of √T where positions have little to do with each other. What the
+    products themselves are rounded by is at most u·Σ|aₜ|² in norm.
+
+    In the same way the sum of gradients adds up aₜgₜᵀ over T positions. The
+    squared norm of such a sum over some of the positions is a sum of entries
+    of (aaᵀ)∘(ggᵀ), in the rows and columns of these positions. With |aaᵀ|ₛ the
+    norm of a row, it is at most Σ|aaᵀ|ₛ|ggᵀ|ₛ over them. That is at most the
+    sum of the k largest of these numbers, for k positions; and the sum over k
+    of the roots of such sums at most the root of T times the sum of them.
+    """
+    dtype, count = value.dtype, a.count
+    unit, tiny = roundoff(dtype, 1), np.finfo(dtype.as_numpy_dtype).tiny
+    of_a = roundoff(dtype, additions(a.width))
+    of_g = roundoff(dtype, additions(g.width))
+    most = a.norm * g.norm
+    error = (of_a + of_g + of_a * of_g + sum_roundoff(dtype, count)) * most
+    error += unit * (a.trace * g.norm + a.norm * g.trace)
+    # Inner products that are too small to hold: |aₛ·aₜ| is at most Σ|aₜ|².
+    lost = a.width * g.trace + g.width * a.trace + count
+    # Numbers are multiplied by their factors, and then by each other.
+    sums = _sums_of_largest(a.rows * g.rows, count)
+    drift = tf.sqrt(count) * tf.sqrt(sums)
+    drift += 3 * tf.sqrt(a.trace) * tf.sqrt(g.trace)
+    more = 1 + roundoff(dtype, count)
+    return Product(value, error + count * tiny * lost, more * unit * drift)
+
+
+def _sums_of_largest(numbers, count):
+    """The sum of the k largest of T numbers, for all k together, or more.
+
+    It is at most R(T + 1)/2 + √(Q - R²/T) · √(T(T² - 1)/12), where R is the sum
+    of all and Q that of their squares: the first for equal numbers, the second
+    by Cauchy and Schwarz for how they differ.
+
+    Args:
+        numbers: (..., T); zeros may follow.
+        count: T.
+    """
+    total = tf.reduce_sum(numbers, -1)
+    # In parts of the sum, whose squares are not too small to hold.
+    parts = tf.math.divide_no_nan(numbers, total[..., None])
+    apart = tf.norm(parts - 1 / count, axis=-1) * tf.sqrt(count / 12)
+    return 1.01 * total * tf.minimum((count + 1) / 2 + count * apart, count)
+
+
+def _over_blocks(product):
+    """Of all blocks of a kernel together."""
+    return Product(
+        _sum_but_first(product.value),
+        _sum_but_first(product.error),
+        tf.sqrt(_sum_but_first(tf.square(product.drift))),
+    )
+
+
+def sum_of_products(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
+    """Over the last two axes; off by `sum_roundoff` times ‖a‖‖g‖."""
     products = a * g
     if _keras.on_cpu():
-        return tf.reduce_sum(tf.reduce_sum(products, -1), -1)
+        products = tf.reduce_sum(products, -1, keepdims=True)
     # XLA adds from one end to the other, which would lose too much.
     total = tf.reduce_sum(tf.cast(products, tf.float64), [-2, -1])
-    return tf.cast(total, products.dtype)
+    return tf.cast(total, a.dtype)
 
 
-def _sums_by_tiles(a, g, sizes):
-    """The sums that `_Sizes.product` takes."""
+def _by_tiles(a, g):
+    """⟨aaᵀ, ggᵀ⟩ and the norms of the rows of aaᵀ and of ggᵀ."""
+
+    def norms(gram):
+        norms = _norms_of_rows(gram)
+        behind = [[0, 0]] * (norms.shape.rank - 1)
+        behind += [[0, TILE - tf.shape(norms)[-1]]]
+        return tf.pad(norms, behind)
 
     def tile(start):
         rows = slice(start, start + TILE)
         gram_a = tf.matmul(a[..., rows, :], a, transpose_b=True)
         gram_g = tf.matmul(g[..., rows, :], g, transpose_b=True)
-        return (
-            _sum_of_products(gram_a, gram_g),
-            spread(gram_a, sizes.g[..., rows], sizes.g),
-            spread(gram_g, sizes.a[..., rows], sizes.a),
-        )
+        return sum_of_products(gram_a, gram_g), norms(gram_a), norms(gram_g)
 
-    sums = tf.map_fn(
+    value, *rows = tf.map_fn(
         tile,
         tf.range(0, tf.shape(a)[-2], TILE),
         fn_output_signature=(a.dtype,) * 3,
         parallel_iterations=1,
     )
-    return [tf.reduce_sum(each, 0) for each in sums]
+    value = tf.reduce_sum(tf.cast(value, tf.float64), 0)
+    return tf.cast(value, a.dtype), *map(_side_by_side, rows)
+
+
+def _side_by_side(tiles):
+    """(tiles, ..., TILE) -> (..., all)."""
+    rank = tiles.shape.rank
+    last = tf.transpose(tiles, [*range(1, rank - 1), 0, rank - 1])
+    return tf.reshape(last, tf.concat([tf.shape(last)[:-2], [-1]], 0))
 
 
 def _lost(like, width):
@@ -489,51 +548,62 @@ def _with_lost(squares, width):
     return squares + _lost(squares, width)
 
 
-def units(length: Any, at_most: int = GRAM_UNITS) -> Any:
-    """By how many units of roundoff products of vectors may be off.
+def additions(width: int) -> float:
+    """How often ‖aaᵀ‖ may be lost to roundoff, for vectors of this width.
 
-    That is, times the product of their lengths. The number grows with the
-    length of the sum, when its terms are all rounded the same way, and stops
-    growing where matrix products are blocked. Measured over constant inputs it
-    is below 8 at 64, 32 at 256, 58 at 1024 and 127 at any length for products
-    of all pairs of vectors; and below 46 at any length for the one product
-    that sums gradients, over positions.
+    As often as there are additions, in general. The matrix products of CPUs
+    add up runs of terms, and then these sums. (Measured: runs of 512 up to a
+    width of 1024 and of 1024 above it with oneDNN, of 384 at most without.)
+    The squared norms of the Gram matrices of runs add up to ‖aaᵀ‖² at most,
+    and so, by Cauchy and Schwarz, their norms times the lengths of the runs to
+    ‖aaᵀ‖ times the root of the sum of squared lengths.
+    """
+    run = 512 if width <= 1024 else 1024
+    if width <= run or not _keras.on_cpu():
+        return width
+    full, rest = divmod(width, run)
+    return math.hypot(math.sqrt(full) * run, rest) + full + 1
+
+
+def roundoff(dtype: tf.DType, count: Any) -> Any:
+    """(1 + u)ⁿ - 1, not below it; u is half the distance from 1 to the next."""
+    first = count * np.finfo(dtype.as_numpy_dtype).eps / 2
+    return first * (1 + first)
+
+
+def sum_roundoff(dtype: tf.DType, count: tf.Tensor) -> tf.Tensor:
+    """By how much `sum_of_products` is off, over T positions and T again.
+
+    CPUs add up a row in 16 lanes or more.
+    """
+    return roundoff(dtype, 8 + count / 16 if _keras.on_cpu() else 4.0)
+
+
+def drift_of_sum(lengths: tf.Tensor) -> tf.Tensor:
+    """How far rounding may move a sum of terms of known lengths, (B,).
+
+    The sum of k terms, whichever are added first, is at most as long as the k
+    longest of them together.
 
     Args:
-        length: of the vectors; a number or a scalar tensor.
-        at_most: how far it grows.
+        lengths: (B, T).
     """
-    if isinstance(length, tf.Tensor):
-        return tf.minimum(1 + 0.15 * length, at_most)
-    return min(1 + 0.15 * length, at_most)
+    count = tf.cast(tf.shape(lengths)[1], lengths.dtype)
+    # Its terms are products, with factors.
+    sums = _sums_of_largest(lengths, count) + 3 * tf.reduce_sum(lengths, 1)
+    more = 1 + roundoff(lengths.dtype, count)
+    return roundoff(lengths.dtype, 1) * more * sums
 
 
-def long_units(positions: tf.Tensor) -> tf.Tensor:
-    """Units of roundoff that sums over T positions and T again add."""
-    return 2 + 0.04 * positions
-
-
-def rounded_up(
-    norms: tf.Tensor,
-    errors: tf.Tensor,
-    reach_squared: tf.Tensor,
-    positions: tf.Tensor,
-) -> tf.Tensor:
+def rounded_up(product: Product) -> tf.Tensor:
     """Squared norms that may have cancelled, not below their true values.
 
     Nor below those of the gradients in the sum, which are sums over positions
     and rounded as such.
-
-    Args:
-        norms: the sums.
-        errors: units of roundoff by which they may be off.
-        reach_squared: what they would be if nothing cancelled.
-        positions: T.
     """
-    unit = np.finfo(norms.dtype.as_numpy_dtype).eps
-    most = tf.sqrt(tf.maximum(norms, 0) + unit * errors)
-    in_sum = units(tf.cast(positions, norms.dtype), SUM_UNITS) * unit
-    return tf.square(most + in_sum * tf.sqrt(reach_squared))
+    most = tf.sqrt(tf.maximum(product.value, 0) + product.error)
+    more = 1 + roundoff(most.dtype, 8)
+    return more * tf.square(most + product.drift)
 
 
 def scaled_pair(
@@ -566,7 +636,8 @@ def by_example(tensor: tf.Tensor, rows: Rows) -> tf.Tensor:
 
 
 def _sum_but_first(tensor: tf.Tensor) -> tf.Tensor:
-    # One axis after the other: short sums round less than one long sum.
-    while tensor.shape.rank > 1:
-        tensor = tf.reduce_sum(tensor, -1)
-    return tensor
+    if tensor.shape.rank == 1:
+        return tensor
+    axes = range(1, tensor.shape.rank)
+    total = tf.reduce_sum(tf.cast(tensor, tf.float64), list(axes))
+    return tf.cast(total, tensor.dtype)

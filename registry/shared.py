@@ -20,12 +20,13 @@ from keras_fastclip.registry.convolution import Convolution
 from keras_fastclip.registry.embedding import Lookup, lookup_norm
 from keras_fastclip.registry.linear import (
     Linear,
+    Product,
     ghost_norm,
     gram_product,
-    long_units,
     rounded_up,
-    spread,
-    units,
+    roundoff,
+    sum_of_products,
+    sum_roundoff,
 )
 
 
@@ -45,21 +46,28 @@ def omega(uses: Sequence[Any], form: str | None = None) -> tf.Tensor | None:
     lookup = _joined(lookups, axis=1)
     if not lookups:
         return ghost_norm(*kernel, form)
+    squares, drift = lookup_norm(*lookup)
     if not kernels:
-        return lookup_norm(*lookup)
-    (a, g), (ids, u) = kernel, lookup
+        return tf.square(tf.sqrt(squares) + 2 * drift)
+    product = gram_product(*kernel)
+    cross, error = _cross_term(*kernel, *lookup)
+    error += product.error + drift * (2 * tf.sqrt(squares) + drift)
+    error += roundoff(cross.dtype, 4) * (
+        tf.abs(product.value) + squares + tf.abs(cross)
+    )
+    total = product.value + squares + cross
+    return rounded_up(Product(total, error, product.drift + drift))
+
+
+def _cross_term(a, g, ids, u):
+    """Twice the sum over s and t, and by how much it may be off."""
     at_ids = tf.gather(a, ids, axis=2, batch_dims=1)
-    cross = at_ids * tf.matmul(g, u, transpose_b=True)
-    total, error, reach = gram_product(a, g)
-    total += lookup_norm(ids, u) + 2 * tf.reduce_sum(cross, [1, 2])
-    # The lookup adds up to T rows of u to one, and squares that.
-    positions = tf.cast(tf.shape(a)[-2] + tf.shape(u)[-2], total.dtype)
-    lengths_g, lengths_u = tf.norm(g, axis=-1), tf.norm(u, axis=-1)
-    looked_up, long = tf.reduce_sum(lengths_u, 1), long_units(positions)
-    error += (units(positions) + long) * tf.square(looked_up)
-    crossed = 2 * spread(at_ids, lengths_g, lengths_u)
-    error += (units(u.shape[-1]) + long) * crossed
-    return rounded_up(total, error, tf.square(reach + looked_up), positions)
+    cross = sum_of_products(at_ids, tf.matmul(g, u, transpose_b=True))
+    units = roundoff(g.dtype, u.shape[-1] + 4)
+    units += sum_roundoff(g.dtype, tf.cast(tf.shape(u)[-2], g.dtype))
+    lengths = tf.linalg.matvec(tf.abs(at_ids), tf.norm(u, axis=-1))
+    reach = tf.reduce_sum(tf.norm(g, axis=-1) * lengths, -1)
+    return 2 * cross, 2 * units * reach
 
 
 def prefers_omega(uses: Sequence[Any]) -> bool:

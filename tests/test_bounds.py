@@ -16,6 +16,7 @@ from keras_fastclip.clipping import FlatClipping
 from keras_fastclip.parts import Part
 from keras_fastclip.planner import Way
 from keras_fastclip.registry import linear
+from keras_fastclip.registry.embedding import Lookup
 from keras_fastclip.registry.terms import ONE_ROW, itself, squared_norm
 from keras_fastclip.registry.turns import norm_of_one
 
@@ -134,7 +135,7 @@ def test_ghost_norms_of_constant_inputs_are_not_too_small(
     norm = tf.function(linear.ghost_norm, jit_compile=jit)
     exact = 15 * (positions * np.float64(np.float32(value)) ** 2) ** 2
     assert norm(a, g).numpy()[0] >= exact
-    assert norm(a, g).numpy()[0] <= exact * (1 + 1e-4)
+    assert norm(a, g).numpy()[0] <= exact * (1 + 1e-5 + 1.4e-7 * positions)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -145,7 +146,7 @@ def test_a_million_equal_squares_are_not_too_small(norm, jit):
     for value in np.linspace(0.5, 1, 60, dtype="float32"):
         gradient = tf.fill([1, 1024, 1024], value)
         exact = 2**20 * np.float64(value) ** 2
-        assert 0 <= compiled(gradient).numpy()[0] / exact - 1 + 1e-7 < 8e-6
+        assert 0 <= compiled(gradient).numpy()[0] / exact - 1 + 1e-7 < 2e-5
 
 
 # -- many cases --------------------------------------------------------------
@@ -234,29 +235,49 @@ def test_long_sequences_that_cancel(positions, patterns, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "positions, width, cost",
+    "positions, widths, cost",
     [
-        (1, 64, 1e-4),
-        (16, 64, 1e-4),
-        (64, 64, 1e-4),
-        (128, 64, 1e-4),
-        (128, 768, 1e-4),
-        (512, 64, 5e-4),
-        (512, 768, 5e-4),
+        (1, (64, 48), 1e-4),
+        (16, (64, 48), 1e-4),
+        (64, (64, 48), 1e-4),
+        (128, (64, 48), 1e-4),
+        (128, (768, 752), 1e-4),
+        (128, (768, 3072), 1e-4),
+        (512, (256, 256), 1e-4),
+        (512, (768, 752), 1e-4),
+        (512, (1024, 1024), 1e-4),
+        (512, (64, 48), 1.5e-4),
+        (512, (768, 3072), 1.5e-4),
+        (100, (256, 10_000), 1.5e-4),
     ],
 )
-def test_what_the_margin_costs(positions, width, cost, way):
-    """Less than 1e-4 of a gradient up to 128 positions; 5e-4 at 512.
+def test_what_the_margin_costs(positions, widths, cost, way):
+    """Less than 1e-4 of a gradient, in general.
 
     Positions that have nothing to do with each other are the worst case short
     of cancelling. Norms of gradients that are kept for the sum have a margin
-    for long sums only.
+    for sums of squares only. Those of gradients that are built and dropped
+    know no Gram matrix, and have to take it that all partial sums are as long
+    as they can be.
     """
     rng = np.random.default_rng(positions)
-    a = tf.constant(rng.normal(size=(1, positions, width)), "float32")
-    g = tf.constant(rng.normal(size=(1, positions, width - 16)), "float32")
-    cost = 3e-6 if way == "keep" else cost
+    a, g = (
+        tf.constant(rng.normal(size=(1, positions, width)), "float32")
+        for width in widths
+    )
+    if way == "keep":
+        cost = 1.1e-5
+    elif way.startswith("build") and positions >= 128:
+        cost = 1.2e-4 if positions == 128 else 8e-4
     assert 1 - cost < clipped_norm(a, g, way, limit=1e-2) / 1e-2 <= 1 + 1e-6
+
+
+def test_what_the_margin_costs_behind_a_relu():
+    """Inputs of one sign have much in common, and large Gram matrices."""
+    rng = np.random.default_rng(0)
+    a, g = (rng.normal(size=(1, 512, width)) for width in (768, 752))
+    a, g = tf.constant(np.maximum(a, 0), "float32"), tf.constant(g, "float32")
+    assert clipped_norm(a, g, "ghost", limit=1e-2) > 1e-2 * (1 - 5e-4)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -267,4 +288,99 @@ def test_ghost_norms_of_wide_constant_inputs_are_not_too_small(width, jit):
     for value in np.linspace(0.5, 1, 40, dtype="float32"):
         a = tf.fill([1, 16, width], value)
         exact = (16 * width * np.float64(value) ** 2) ** 2
-        assert exact <= norm(a, a).numpy()[0] <= exact * (1 + 1e-4)
+        most = exact * (1 + 1e-5 + 1.3e-7 * width)
+        assert exact <= norm(a, a).numpy()[0] <= most
+
+
+# -- numbers that are lost one by one ----------------------------------------
+
+
+def one_and_many(shape, axis, small):
+    """One, and then numbers so small that each is rounded away, or up.
+
+    Half a bit is the most that an addition can lose, and here all lose it in
+    the same direction.
+    """
+    places = np.arange(shape[axis])
+    places = np.expand_dims(places, [i for i in range(3) if i != axis])
+    return np.broadcast_to(np.where(places == 0, 1.0, small), shape)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("width", [256, 513, 768, 1024, 1025, 2048, 8192])
+@pytest.mark.parametrize("positions", [1, 2, 16, 128])
+def test_squares_that_are_lost_one_by_one(positions, width, way):
+    """Along the vectors: a one, and squares of half its last bit."""
+    a = one_and_many((1, positions, width), 2, 2.0**-12)
+    a = tf.constant(a, "float32")
+    for g in (a[..., :256], a[..., :1]):
+        for left, right in ((a, g), (g, a)):
+            assert clipped_norm(left, right, way, 1e-2) <= 1e-2 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("width", [256, 1024, 4096])
+@pytest.mark.parametrize("positions", [1, 2, 16])
+def test_norms_are_not_too_small_if_squares_are_lost(positions, width, jit):
+    norm = tf.function(linear.ghost_norm, jit_compile=jit)
+    a = one_and_many((1, positions, width), 2, 2.0**-12)
+    exact = (positions * (1 + (width - 1) * 2.0**-24)) ** 2
+    a = tf.constant(a, "float32")
+    assert norm(a, a[..., :1]).numpy()[0] >= positions * np.sqrt(exact)
+    assert norm(a, a).numpy()[0] >= exact
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("widths", [(1, 1), (3, 5), (64, 64)])
+@pytest.mark.parametrize("positions", [16, 256, 300, 512, 2048])
+def test_positions_that_are_lost_one_by_one(positions, widths, way):
+    """Each is rounded away, or up, depending on what it is multiplied by."""
+    a = tf.ones([1, positions, widths[0]])
+    for more in (1 - 2.0**-20, 1.0, 1 + 2.0**-20):
+        shape = (1, positions, widths[1])
+        g = one_and_many(shape, 1, 2.0**-24 * more)
+        g = tf.constant(g, "float32")
+        for limit in (1.0, 1e-2, 0.7e-2):
+            found = clipped_norm(a, g, way, limit)
+            assert found <= limit * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("way", ["ghost", "ghost:tiles", "build"])
+@pytest.mark.parametrize("scale", [1e-18, 1e-9, 1.0, 1e9, 1e15])
+@pytest.mark.parametrize("positions, width", [(2, 2048), (64, 300), (700, 20)])
+def test_gradients_of_rank_one_that_cancel(positions, width, scale, way):
+    """All positions have the same a and g but for a factor."""
+    rng = np.random.default_rng(positions)
+    factors = rng.normal(size=(1, positions, 1))
+    signs = (-1.0) ** np.arange(positions)[None, :, None]
+    a = rng.normal(size=(1, 1, width)) * np.ones_like(factors)
+    for g in (factors - np.mean(factors), signs, signs + 1e-6 * factors):
+        g = g * rng.normal(size=(1, 1, 7)) / scale * 1e4
+        left, right = (tf.constant(x, "float32") for x in (scale * a, g))
+        assert clipped_norm(left, right, way) <= 1 + 1e-6
+
+
+def looked_up_norm(ids, g, limit):
+    """The norm of one example's clipped gradient of a table."""
+    table = tf.Variable(tf.zeros([max(ids) + 1, g.shape[-1]]))
+    term = Lookup(table, tf.constant([ids]))
+    part = Part([Use(term, tf.constant(g, "float32"), ONE_ROW, None)])
+    factors = FlatClipping(limit).bounded_factors(part.squared_norms()[None])
+    (total,) = part.weighted_sum(factors[0]).values()
+    return np.linalg.norm(total.numpy().astype("float64"))
+
+
+@pytest.mark.parametrize("count", [16, 512, 4096])
+def test_rows_of_a_table_that_are_lost_one_by_one(count):
+    for more in (1 - 2.0**-20, 1.0, 1 + 2.0**-20):
+        g = one_and_many((1, count, 3), 1, 2.0**-24 * more)
+        for limit in (1.0, 1e-2, 0.7e-2):
+            found = looked_up_norm([1] * count, g, limit)
+            assert found <= limit * (1 + 1e-6)
+
+
+def test_what_the_margin_of_a_table_costs():
+    rng = np.random.default_rng(0)
+    g = rng.normal(size=(1, 512, 64))
+    ids = rng.integers(0, 10_000, 512).tolist()
+    assert looked_up_norm(ids, g, 1e-2) > 1e-2 * (1 - 2e-5)

@@ -307,8 +307,7 @@ def dense_stack(method=None):
 ONCE = LAYERS + (LAYERS - 1)
 PLAIN = ONCE + LAYERS
 KEPT = LAYERS  # weighted sums of kept gradients
-# Two Gram matrices a layer, and for the margin of rounding each times a vector.
-GHOST = 4 * LAYERS
+GHOST = 2 * LAYERS  # two Gram matrices a layer
 
 
 @pytest.mark.parametrize(
