@@ -52,7 +52,9 @@ def _measured(kernel: Kernel, way: Way | None, jit_compile: bool) -> float:
     work = 2 * kernel.positions * kernel.built
     numbers = kernel.positions * kernel.blocks
     numbers *= kernel.inputs + kernel.outputs
-    examples = min(_WORK / work, _NUMBERS / numbers, _EXAMPLES)
+    # To write the sum takes the same time for few examples and for many.
+    most = _WORK if way is not None else 8 * _WORK
+    examples = min(most / work, _NUMBERS / numbers, _EXAMPLES)
     examples = max(int(examples), AT_ONCE)
     if way is not None and way.form == "blocks":
         examples = kernel.ghost_block if way.ghost else kernel.block

@@ -61,6 +61,7 @@ from keras_fastclip.registry.linear import (
 )
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.terms import (
+    ONE_ROW,
     Rows,
     Small,
     at_least_float32,
@@ -498,7 +499,7 @@ class Convolution(Linear):
 
     def omega(self, g, rows, form=None):
         shifted = self._has_shifted_grams(rows)
-        if form == "blocks" and not shifted:
+        if form == "blocks" and rows.per_example > 1:
             form = "loop"
         if form in (None, "batched"):
             if shifted:
@@ -508,8 +509,10 @@ class Convolution(Linear):
         if form == "blocks":
 
             def of_some(inputs, g):
-                some = self._on(inputs[:, 0])
-                return some._shifted_norm(*some._operands(g[:, 0]))
+                some, g = self._on(inputs[:, 0]), g[:, 0]
+                if shifted:
+                    return some._shifted_norm(*some._operands(g))
+                return ghost_norm(*some.pair(g, ONE_ROW))
 
             most = self.kernel(rows).ghost_block
             return norms_in_blocks(of_some, self.operands(g, rows), most)
@@ -604,10 +607,10 @@ class ConvolutionKernel(Kernel):
 
     @property
     def timed_ghost(self):
-        if not self.has_shifted_grams:
-            # Patches of all examples at once take too much.
-            return ("loop",)
-        return ("blocks" if _keras.on_cpu() else "batched", "loop")
+        if _keras.on_cpu() and self.rows == 1:
+            return ("blocks", "loop")
+        # Patches of all examples at once take too much.
+        return ("batched", "loop") if self.has_shifted_grams else ("loop",)
 
     @property
     def block(self):
