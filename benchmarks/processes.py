@@ -1,7 +1,7 @@
 """Runs functions in processes of their own, to measure their peak memory."""
 
 import concurrent.futures
-import multiprocessing
+import multiprocessing.context
 import resource
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,17 @@ def measured(function: Callable, *arguments) -> tuple[Any, float]:
     The process is new but has its libraries loaded, so what is measured is
     the function's own. Function and arguments must be importable.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["keras_fastclip", "benchmarks.workloads"])
     with concurrent.futures.ProcessPoolExecutor(
-        1, mp_context=context
+        1, mp_context=forking()
     ) as executor:
         return executor.submit(_run, function, arguments).result()
+
+
+def forking() -> multiprocessing.context.BaseContext:
+    """Forks processes from one that has loaded the libraries, no more."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["keras_fastclip", "benchmarks.workloads"])
+    return context
 
 
 def _run(function, arguments):

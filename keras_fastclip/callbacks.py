@@ -260,6 +260,23 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         return replicas.is_first_worker(self.model)
 
 
+def refuse_stock_backups(callbacks: list[keras.callbacks.Callback]) -> None:
+    """Of several workers, each would write over the files of the others.
+
+    One that is killed meanwhile leaves files of different steps, or none that
+    can be read.
+    """
+    stock, own = keras.callbacks.BackupAndRestore, BackupAndRestore
+    for callback in callbacks:
+        if isinstance(callback, stock) and not isinstance(callback, own):
+            raise ValueError(
+                "keras.callbacks.BackupAndRestore has all workers write over "
+                "the same files. On several workers use "
+                "keras_fastclip.BackupAndRestore, with a folder that all of "
+                "them can read: the first one writes, and all resume from it."
+            )
+
+
 class Histogram:
     """Counts norms inside the train step, by bins of five percent."""
 

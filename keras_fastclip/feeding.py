@@ -16,7 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_fastclip import _keras, _validate, replicas, sampling, workers
-from keras_fastclip.callbacks import PassBegin, PassEnd, PrivacyBudget
+from keras_fastclip.callbacks import (
+    PassBegin,
+    PassEnd,
+    PrivacyBudget,
+    refuse_stock_backups,
+)
 from keras_fastclip.privacy import Source
 
 UNKNOWN = "unknown"
@@ -197,6 +202,13 @@ def stream(
 @contextlib.contextmanager
 def own_callbacks(model: keras.Model, callbacks: Any, feed: Feed):
     """Gives the user's callbacks and those that `fit` needs itself."""
+    whole = isinstance(callbacks, keras.callbacks.CallbackList)
+    if whole:
+        users = list(callbacks.callbacks)
+    elif isinstance(callbacks, keras.callbacks.Callback):
+        users = [callbacks]
+    else:
+        users = list(callbacks or [])
     first, last, settings = [], [], model._privacy.settings
     if settings.budget is not None:
         last.append(PrivacyBudget(settings.budget, settings.delta))
@@ -204,15 +216,13 @@ def own_callbacks(model: keras.Model, callbacks: Any, feed: Feed):
         first = [PassEnd()]
         last.append(PassBegin(feed.restart, feed.aligned))
     if replicas.has_workers(model):
+        refuse_stock_backups(users)
         last.append(
             workers.Agreement(sampling.digest(feed.source, feed.digest))
         )
-    if not isinstance(callbacks, keras.callbacks.CallbackList):
-        if isinstance(callbacks, keras.callbacks.Callback):
-            callbacks = [callbacks]
-        yield [*first, *(callbacks or []), *last]
+    if not whole:
+        yield [*first, *users, *last]
         return
-    users = list(callbacks.callbacks)
     for callback in [*first, *last]:
         callback.set_model(model)
         callback.set_params(callbacks.params or {})

@@ -1,4 +1,8 @@
-"""Workers on this machine: processes that talk over the loopback device."""
+"""Processes for tests: workers that talk over the loopback device, and others.
+
+All are forked from one that has imported TensorFlow and done nothing with it,
+since an import takes longer than most tests.
+"""
 
 import contextlib
 import json
@@ -6,14 +10,23 @@ import os
 import pathlib
 import random
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing import Process
+from unittest import mock
+
+import pytest
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.eager import context
+
+from benchmarks.processes import forking
 
 # Linux takes ports for outgoing connections from 32768 on.
 PORTS = range(20000, 32000)
 ROOT = pathlib.Path(__file__).parents[1]
+
+PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 
 def strategy():
@@ -21,15 +34,46 @@ def strategy():
 
     On a busy machine a process may have to, and is not lost then.
     """
-    import tensorflow as tf
-    from tensorflow.python.eager import context
-
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader="/job:worker/replica:0/task:0",
         heartbeat_timeout_in_ms=3_600_000,
     )
     return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def strategy_of_pairs():
+    """A second strategy of a worker, with two of its devices.
+
+    TensorFlow takes several devices of each worker only if they are
+    accelerators, and goes about it in no other way.
+    """
+
+    def devices(self, cluster_resolver, worker_device):
+        pair = [f"{worker_device}/device:CPU:{i}" for i in range(2)]
+        return tuple(pair), "CPU"
+
+    extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+    strategy = tf.distribute.MultiWorkerMirroredStrategy
+    with (
+        mock.patch.object(extended, "_initialize_local_devices", devices),
+        # What the first strategy has done.
+        mock.patch.object(extended, "_std_server_started", True, create=True),
+        mock.patch.object(extended, "_enable_check_health", False),
+        mock.patch.object(strategy, "_collective_key_base", 10**6),
+    ):
+        return strategy()
+
+
+def run_tests(file: str, **variables: str) -> None:
+    """Runs the tests of a file of this folder; ends the process.
+
+    Args:
+        file: its name.
+        **variables: of the environment.
+    """
+    os.environ.update(variables)
+    raise SystemExit(pytest.main([*PYTEST, str(ROOT / "tests" / file)]))
 
 
 def free_ports(count: int) -> list[int]:
@@ -48,39 +92,49 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def started(command: list[str], folder: pathlib.Path, count: int = 2):
-    """Workers, each of which writes to a file in the folder.
+def started(function: Callable, folder: pathlib.Path, workers: int = 2):
+    """Workers that call a function; with 0 workers a process that is none.
 
-    At the end those that still run are killed.
+    Each writes to a file in the folder. At the end those that still run are
+    killed.
     """
-    hosts = [f"127.0.0.1:{port}" for port in free_ports(count)]
-    workers = []
-    for index in range(count):
-        task = {"type": "worker", "index": index}
-        config = {"cluster": {"worker": hosts}, "task": task}
-        with open(folder / f"output_{index}", "w") as output:
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    "TF_CONFIG": json.dumps(config),
-                    "TF_CPP_MIN_LOG_LEVEL": "3",
-                },
-            )
-        workers.append(process)
+    configs = [None]
+    if workers:
+        hosts = [f"127.0.0.1:{port}" for port in free_ports(workers)]
+        cluster = {"worker": hosts}
+        configs = [
+            {"cluster": cluster, "task": {"type": "worker", "index": index}}
+            for index in range(workers)
+        ]
+    processes = [
+        forking().Process(
+            target=_call,
+            args=(function, config, folder / f"output_{index}"),
+        )
+        for index, config in enumerate(configs)
+    ]
+    for process in processes:
+        process.start()
     try:
-        yield workers
+        yield processes
     finally:
-        for process in workers:
+        for process in processes:
             process.kill()
-            process.wait()
+            process.join()
+
+
+def _call(function, config, output):
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(ROOT)
+    if config:
+        os.environ["TF_CONFIG"] = json.dumps(config)
+    function()
 
 
 def wait(
-    processes: list[subprocess.Popen], until: Callable = lambda: False
+    processes: list[Process], until: Callable = lambda: False
 ) -> list[int | None]:
     """Waits until all have ended, one of them badly, or something holds.
 
@@ -88,13 +142,13 @@ def wait(
         Their exit codes, None for those that run.
     """
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [process.exitcode for process in processes]
         if until() or None not in codes or any(codes):
             return codes
         time.sleep(0.05)
 
 
 def output(folder: pathlib.Path) -> str:
-    """All that the workers have written."""
+    """All that the processes have written."""
     files = sorted(folder.glob("output_*"))
     return "\n".join(file.read_text(errors="replace") for file in files)

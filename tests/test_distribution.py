@@ -5,36 +5,24 @@ their own run them, since TensorFlow divides a processor into devices, and finds
 the other workers, before all else.
 """
 
-import pathlib
-import subprocess
-import sys
+import functools
 import time
 
-from tests import processes
-
-PYTEST = [
-    "-m",
-    "pytest",
-    "-q",
-    "-x",
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:xdist",
-]
-FOLDER = pathlib.Path(__file__).parent
+from tests import lost_worker, processes
 
 
-def test_on_two_devices():
-    command = [sys.executable, *PYTEST, str(FOLDER / "two_devices.py")]
-    finished = subprocess.run(command, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+def test_on_two_devices(tmp_path):
+    tests = functools.partial(processes.run_tests, "two_devices.py")
+    with processes.started(tests, tmp_path, workers=0) as alone:
+        codes = processes.wait(alone)
+    assert codes == [0], processes.output(tmp_path)
 
 
-def test_on_two_workers(tmp_path, monkeypatch):
-    monkeypatch.setenv("SHARED_FOLDER", str(tmp_path))
-    command = [*PYTEST, str(FOLDER / "two_workers.py")]
-    with processes.started(command, tmp_path) as both:
+def test_on_two_workers(tmp_path):
+    tests = functools.partial(
+        processes.run_tests, "two_workers.py", SHARED_FOLDER=str(tmp_path)
+    )
+    with processes.started(tests, tmp_path) as both:
         codes = processes.wait(both)
         if any(codes):
             time.sleep(5)  # The other one may fail too, and say why.
@@ -48,23 +36,24 @@ def test_a_run_that_loses_workers_resumes_with_a_right_ledger(tmp_path):
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [tuple(map(int, line.split())) for line in lines]
 
-    command = ["-m", "tests.lost_worker", str(tmp_path)]
+    main = functools.partial(lost_worker.main, tmp_path)
     for victim in (1, 0):
-        with processes.started(command, tmp_path) as both:
+        with processes.started(main, tmp_path) as both:
             before = len(told(0))
             codes = processes.wait(both, lambda n=before: len(told(0)) > n + 5)
             assert codes == [None, None], processes.output(tmp_path)
             both[victim].kill()
             # The other one neither waits for ever nor goes on by itself.
-            assert both[1 - victim].wait() != 0
-    with processes.started(command, tmp_path) as both:
+            both[1 - victim].join()
+            assert both[1 - victim].exitcode != 0
+    with processes.started(main, tmp_path) as both:
         codes = processes.wait(both)
     assert codes == [0, 0], processes.output(tmp_path)
     begins = []
     for worker in (0, 1):
         steps = told(worker)
         assert all(made == recorded for made, recorded, _ in steps)
-        assert steps[-1][0] == 60
+        assert steps[-1][0] == lost_worker.STEPS
         begins.append([made for made, _, begin in steps if begin])
     assert begins[0] == begins[1]
     first, second, third = begins[0]

@@ -3,7 +3,7 @@
 TensorFlow divides its processor into devices before all else, or never.
 """
 
-import contextlib
+import functools
 import math
 
 import keras
@@ -14,65 +14,49 @@ from keras import layers
 
 import keras_fastclip
 from keras_fastclip import DPModel, DPSequential, replicas, sampling
+from tests import distribution
+from tests.distribution import CLIP, assert_close, entries, scope
 
 TWO = [tf.config.LogicalDeviceConfiguration()] * 2
 (CPU,) = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(CPU, TWO)
 STRATEGY = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
-N, BATCH, CLIP = 101, 16, 0.5
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(N, 6)).astype("float32")
-Y = RNG.normal(size=(N, 3)).astype("float32")
+N, BATCH = 101, 16
+X, Y = distribution.data(N, 6, 3)
 
 
-def scope(strategy=STRATEGY):
-    return strategy.scope() if strategy else contextlib.nullcontext()
+def dense(strategy=STRATEGY, run_eagerly=True, **settings):
+    """Without tracing, which would take most of the time."""
+    return distribution.dense(
+        strategy, (6, 7, 3), run_eagerly=run_eagerly, **settings
+    )
 
 
-def dense(
-    strategy=STRATEGY,
-    optimizer=None,
-    regularizer=None,
-    run_eagerly=True,  # which saves the time that tracing takes
-    jit_compile=False,
-    **settings,
-):
-    """The same weights every time."""
-    settings = {"l2_norm_clip": CLIP, "noise_multiplier": 0.0, **settings}
-    keras.utils.set_random_seed(1)
-    with scope(strategy):
-        model = DPSequential(
-            [
-                keras.Input((6,)),
-                layers.Dense(7, "tanh", kernel_regularizer=regularizer),
-                layers.Dense(3),
-            ],
-            **settings,
-        )
-        model.compile(
-            optimizer() if optimizer else keras.optimizers.SGD(1.0),
-            "mse",
-            metrics=["mae"],
-            run_eagerly=run_eagerly,
-            jit_compile=jit_compile,
-        )
-    return model
+@functools.cache
+def shared():
+    """A traced model that several tests train further."""
+    return dense(noise_multiplier=1.0, run_eagerly=False)
 
 
-def drawn(rows, x=X, y=Y):
-    """A batch that holds these examples, as if they had been drawn."""
-    real = np.ones(max(1, len(rows)), bool)
-    if not len(rows):
-        rows, real = [0], [False]
+def drawn(rows, x=X, y=Y, size=1):
+    """A batch that holds these examples, as if they had been drawn.
+
+    Args:
+        rows: of the examples.
+        x, y: the data.
+        size: to which the batch is filled up.
+    """
+    rows, real = sampling.pad(np.array(rows, int), max(size, len(rows)))
     batch = tf.constant(x[rows]), tf.constant(y[rows]), None
     batch = sampling.PoissonBatch(batch, tf.constant(real))
     return sampling.DrawnBatch(batch, N, BATCH)
 
 
 def trained(model, batches, x=X, y=Y):
+    size = 32 if model.jit_compile else 1  # With XLA, `fit` does the like.
     logs = [
-        model.train_on_batch(drawn(rows, x, y), return_dict=True)
+        model.train_on_batch(drawn(rows, x, y, size), return_dict=True)
         for rows in batches
     ]
     return model.get_weights(), logs
@@ -80,18 +64,6 @@ def trained(model, batches, x=X, y=Y):
 
 # Even, odd, one for one of the replicas, and none for both.
 BATCHES = [list(range(n)) for n in (8, 13, 1, 0, 30)]
-
-
-def entries(model):
-    return [
-        (entry.mechanism.kind, entry.steps, entry.uses)
-        for entry in model._privacy.ledger(model).entries
-    ]
-
-
-def assert_close(one, other):
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 # -- equal to one device -----------------------------------------------------
@@ -151,9 +123,7 @@ def test_weights_and_logs_are_those_of_one_device(case):
         case == "schedules" and entries(one) == entries(two)
     )
     assert two.optimizer.iterations.numpy() == len(BATCHES)
-    assert two._privacy.clip_norm.value == pytest.approx(
-        one._privacy.clip_norm.value
-    )
+    distribution.assert_same_clip_norm(one, two)
 
 
 @pytest.mark.parametrize("kind", ["convolution", "subclass"])
@@ -185,7 +155,7 @@ def test_other_models_are_as_on_one_device(kind):
                 )
             if kind != "subclass":
                 keras_fastclip.make_private(model, **settings)
-            model.compile(keras.optimizers.SGD(1.0), "mse")
+            model.compile(keras.optimizers.SGD(1.0), "mse", run_eagerly=True)
         return model
 
     one, two = made(None), made(STRATEGY)
@@ -210,52 +180,19 @@ def test_train_on_batch_divides_what_a_user_gives():
 # -- noise -------------------------------------------------------------------
 
 
-def noise_of_steps(steps, **settings):
-    """Noise on the sum of each step: the examples have no gradient."""
-    keras.utils.set_random_seed(1)
-    with scope():
-        model = DPSequential(
-            [keras.Input((400,)), layers.Dense(500, use_bias=False)],
-            l2_norm_clip=CLIP,
-            noise_multiplier=3.0,
-            **settings,
-        )
-        model.compile(keras.optimizers.SGD(1.0), "mse")
-    x, y = np.zeros((32, 400), "float32"), np.ones((32, 500), "float32")
-    values, before = [], model.get_weights()[0].astype("float64")
-    for _ in range(steps):
-        model.fit(x, y, batch_size=8, steps_per_epoch=1, verbose=0)
-        after = model.get_weights()[0].astype("float64")
-        values.append(8 * (before - after).ravel())
-        before = after
-    return values
+# The seeds of Keras and TensorFlow are the same for all.
+NOISES = {"fast": [{}, {}, {"seed": 7}], "secure": [{"noise": "secure"}]}
 
 
-def test_noise_on_the_global_sum_has_its_standard_deviation():
-    """The mean of n squares is within 6.5 of its deviations, √(2/n).
-
-    Beyond that it is with probability below 10⁻⁹.
-    """
-    for values in noise_of_steps(2):
-        mean_square = np.mean(np.square(values / (3.0 * CLIP)))
-        assert abs(mean_square - 1) < 6.5 * math.sqrt(2 / values.size)
-
-
-def test_secure_noise_on_the_global_sum_has_its_standard_deviation():
-    for values in noise_of_steps(2, noise="secure"):
-        mean_square = np.mean(np.square(values / (3.0 * CLIP)))
-        assert abs(mean_square - 1) < 6.5 * math.sqrt(2 / values.size)
-
-
-@pytest.mark.parametrize("seed", [None, 7])
-def test_no_noise_is_drawn_twice(seed):
-    draws = noise_of_steps(3, seed=seed)
-    if seed is None:  # With the same seeds of Keras and TensorFlow, too.
-        draws += noise_of_steps(2)
-    for i, one in enumerate(draws):
-        for other in draws[:i]:
-            correlation = np.corrcoef(one, other)[0, 1]
-            assert abs(correlation) < 6.5 / math.sqrt(one.size)
+@pytest.mark.parametrize("kind", NOISES)
+def test_noise_on_the_global_sum_is_drawn_once_and_anew(kind):
+    draws = []
+    for settings in NOISES[kind]:
+        model = distribution.wide(STRATEGY, **settings)
+        draws += distribution.noise_of_steps(model, 2)
+    for values in draws:
+        distribution.assert_standard_normal(values)
+    distribution.assert_independent(draws)
 
 
 # -- sampling ----------------------------------------------------------------
@@ -285,15 +222,7 @@ def test_parts_of_a_draw_are_disjoint_and_the_draw_is_poisson():
     draws = parts_of()
     sizes = [[len(part) for part in parts] for parts in draws]
     assert all(abs(a - b) <= 1 for a, b in sizes)
-    times = np.zeros(40)
-    for parts in draws:
-        whole = np.concatenate(parts)
-        assert len(set(whole)) == len(whole)
-        times[whole] += 1
-    # Each of 40 is in each of 400 draws with probability ¼.
-    assert np.abs(times - 100).max() < 6.5 * math.sqrt(400 * 3 / 16)
-    variance = np.var([sum(size) for size in sizes])
-    assert abs(variance / 7.5 - 1) < 6.5 * math.sqrt(2 / 400)
+    distribution.assert_poisson([np.concatenate(parts) for parts in draws])
 
 
 def test_parts_of_passes_make_passes():
@@ -303,37 +232,16 @@ def test_parts_of_passes_make_passes():
         assert sorted(rows) == list(range(40))
 
 
-def test_parts_of_different_draws_make_no_step():
-    model = dense(noise_multiplier=1.0, run_eagerly=False)
-    trained(model, BATCHES[:1])
-    before, count = model.get_weights(), entries(model)
-
-    def part(context):
-        return tf.constant(context.replica_id_in_sync_group, tf.int64)
-
-    data = replicas.divided(STRATEGY, drawn(range(6)).take())
-    tags = STRATEGY.experimental_distribute_values_from_function(part)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="different"):
-        model.train_function(iter([sampling.Part(data, tags)]))
-    assert_close(before, model.get_weights())
-    assert entries(model) == count
-    same = STRATEGY.experimental_distribute_values_from_function(
-        lambda context: tf.constant(5, tf.int64)
-    )
-    model.train_function(iter([sampling.Part(data, same)]))
-    assert sum(steps for _, steps, _ in entries(model)) == 2
-
-
 # -- the ledger --------------------------------------------------------------
 
 
 def test_a_global_step_is_counted_once():
-    model = dense(noise_multiplier=1.0, run_eagerly=False)
+    model = shared()
     model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
     assert entries(model) == [("poisson_sampling", 14, 14)]
     assert model.optimizer.iterations.numpy() == 14
     assert model._privacy.expected_batch_size == BATCH
-    with scope():  # That is where some call it.
+    with scope(STRATEGY):  # That is where some call it.
         model.fit(X, Y, batch_size=BATCH, verbose=0)
     assert entries(model) == [("poisson_sampling", 21, 21)]
     for variable in model.trainable_variables:
@@ -341,21 +249,24 @@ def test_a_global_step_is_counted_once():
         np.testing.assert_array_equal(one.numpy(), two.numpy())
 
 
+PASS = 40  # A pass has three of these batches.
+
+
 def stream(kind):
     data = tf.data.Dataset.from_tensor_slices((X, Y))
     if kind == "fixed":
-        return data.batch(BATCH)
+        return data.batch(PASS)
     if kind == "unknown":
-        return data.ragged_batch(BATCH).map(
+        return data.ragged_batch(PASS).map(
             lambda x, y: (tf.reshape(x, [-1, 6]), tf.reshape(y, [-1, 3]))
         )
 
     class Batches(keras.utils.PyDataset):
         def __len__(self):
-            return -(-N // BATCH)
+            return -(-N // PASS)
 
         def __getitem__(self, i):
-            rows = slice(i * BATCH, (i + 1) * BATCH)
+            rows = slice(i * PASS, (i + 1) * PASS)
             return X[rows], Y[rows]
 
     return Batches()
@@ -364,22 +275,15 @@ def stream(kind):
 @pytest.mark.parametrize("kind", ["shuffle", "fixed", "unknown", "sequence"])
 def test_passes_are_counted_as_on_one_device(kind):
     own = {"sampling": "shuffle"} if kind == "shuffle" else {}
-    model = dense(noise_multiplier=1.0, expected_batch_size=BATCH, **own)
+    model = dense(noise_multiplier=1.0, expected_batch_size=PASS, **own)
     data = (X, Y) if own else (stream(kind),)
-    options = {"batch_size": BATCH} if own else {"num_examples": N}
+    options = {"batch_size": PASS} if own else {"num_examples": N}
     model.fit(*data, epochs=2, verbose=0, **options)
-    assert entries(model) == [("passes", 14, 2)]
+    assert entries(model) == [("passes", 6, 2)]
 
 
 def test_training_stops_at_the_last_step_within_the_budget():
-    model = dense(noise_multiplier=1.0, run_eagerly=False)
-    stop = keras_fastclip.PrivacyBudget(5.0, 1e-3)
-    model.fit(X, Y, BATCH, epochs=9, verbose=0, callbacks=[stop])
-    ledger = model._privacy.ledger(model)
-    (entry,) = ledger.entries
-    assert entry.steps == model.optimizer.iterations.numpy() < 63
-    assert ledger.epsilon(1e-3, "pld") <= 5.0
-    assert ledger.plus(entry.mechanism, 1).epsilon(1e-3, "pld") > 5.0
+    distribution.assert_stops_at_the_last_step(shared(), X, Y, BATCH)
 
 
 def test_a_step_beyond_the_budget_changes_nothing():
@@ -408,14 +312,14 @@ def test_not_a_number_is_left_out_by_itself():
 
 def test_saved_and_loaded(tmp_path):
     model = dense(noise_multiplier=1.0)
-    model.fit(X, Y, batch_size=BATCH, verbose=0)
+    model.fit(X, Y, batch_size=BATCH, steps_per_epoch=2, verbose=0)
     model.save(tmp_path / "model.keras")
     for strategy in (STRATEGY, None):
         with scope(strategy):
             loaded = keras.models.load_model(tmp_path / "model.keras")
         assert_close(model.get_weights(), loaded.get_weights())
-        loaded.fit(X, Y, batch_size=BATCH, verbose=0)
-        assert entries(loaded) == [("poisson_sampling", 14, 14)]
+        loaded.fit(X, Y, batch_size=BATCH, steps_per_epoch=2, verbose=0)
+        assert entries(loaded) == [("poisson_sampling", 4, 4)]
 
 
 def test_callbacks_and_validation_work():
@@ -436,6 +340,30 @@ def test_callbacks_and_validation_work():
     assert {"val_mae", "epsilon"} < set(history)
     assert model.evaluate(X, Y, verbose=0)[0] > 0
     assert model.predict(X, verbose=0).shape == (N, 3)
+
+
+def test_parts_of_different_draws_make_no_step():
+    model = dense(noise_multiplier=1.0, run_eagerly=False)
+    trained(model, BATCHES[:1])
+    before, count = model.get_weights(), entries(model)
+
+    def part(context):
+        return tf.constant(context.replica_id_in_sync_group, tf.int64)
+
+    data = replicas.divided(STRATEGY, drawn(range(6)).take())
+    tags = STRATEGY.experimental_distribute_values_from_function(part)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="different"):
+        model.train_function(iter([sampling.Part(data, tags)]))
+    assert_close(before, model.get_weights())
+    assert entries(model) == count
+    same = STRATEGY.experimental_distribute_values_from_function(
+        lambda context: tf.constant(5, tf.int64)
+    )
+    model.train_function(iter([sampling.Part(data, same)]))
+    steps = [
+        sum(steps for _, steps, _ in now) for now in (count, entries(model))
+    ]
+    assert steps[1] == steps[0] + 1
 
 
 @pytest.mark.parametrize("kind", ["devices", "workers"])
