@@ -563,9 +563,16 @@ def calibrate_noise(
 
     Example:
 
-    >>> sigma = calibrate_noise(3.0, 1e-5, 60_000, 256, epochs=60)
-    >>> round(sigma, 3)
+    ```python
+    sigma = keras_fastclip.calibrate_noise(
+        3.0, delta=1e-5, num_examples=60_000, batch_size=256, epochs=60
+    )
+    print(f"{sigma:.3f}")
+    ```
+
+    ```text
     0.969
+    ```
     """
     _validate.positive(target_epsilon=target_epsilon)
     check_delta(delta)
