@@ -11,8 +11,7 @@ memory that a process held. A mode that takes long makes fewer steps
 
 The table has, for each mode, milliseconds a step and speed and memory relative
 to plain training, and for `auto` its time over that of the best named method.
-`--out FILE` writes it to a file, `--picture FILE` draws it (with the `plots`
-extra).
+`--out FILE` writes it to a file, which `benchmarks.picture` draws.
 """
 
 import argparse
@@ -185,28 +184,6 @@ def table(name, found):
     return shown
 
 
-def picture(results, path):
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        len(results),
-        1,
-        figsize=(7, 2.4 * len(results)),
-        layout="constrained",
-        squeeze=False,
-    )
-    for axis, (name, found) in zip(axes[:, 0], results.items(), strict=True):
-        plain = found[PLAIN][0]
-        own = {m: plain / s for m, (s, *_) in found.items() if m != PLAIN}
-        colors = ["C1" if mode == "auto" else "C0" for mode in own]
-        bars = axis.barh(list(own), list(own.values()), color=colors)
-        axis.bar_label(bars, fmt="%.2f", padding=2)
-        axis.axvline(1, color="gray", linewidth=1)
-        axis.set(title=f"{name}: speed, plain training is 1", xlim=(0, 1.15))
-        axis.invert_yaxis()
-    figure.savefig(path, dpi=120)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", default=",".join(WORKLOADS))
@@ -214,7 +191,6 @@ def main():
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--out", metavar="FILE")
-    parser.add_argument("--picture", metavar="FILE")
     arguments = parser.parse_args()
     names = arguments.workload.split(",")
     modes = arguments.modes.split(",")
@@ -224,8 +200,6 @@ def main():
     ]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
-    if arguments.picture and PLAIN not in modes:
-        parser.error(f"the picture needs the mode {PLAIN}")
     console = rich.console.Console(width=80, record=True)
     console.print(machine.description(), highlight=False)
     results = {}
@@ -237,8 +211,6 @@ def main():
         if arguments.out:
             with open(arguments.out, "w") as file:
                 file.write(console.export_text(clear=False))
-    if arguments.picture:
-        picture(results, arguments.picture)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ import keras_fastclip
 HEAD = """# Reference
 
 Every public name, from its docstring. This page is written by `make docs`.
+
+In the examples, `x` and `y` are your data, `model` is a compiled private model,
+`history` what its `fit` returned, and `MyLayer` a layer of yours.
 """
 # Methods that a private model has beside those of Keras.
 METHODS = (

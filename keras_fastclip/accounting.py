@@ -327,6 +327,18 @@ class Ledger:
         ledger.record(mechanism, steps, uses)
         return ledger
 
+    def is_part_of(self, other: "Ledger") -> bool:
+        """Returns whether all that was done is on the other ledger too.
+
+        Then epsilon of the other bounds that of this one: composition with
+        further uses never lessens it, in whatever order. Never so of steps
+        that cannot be accounted for.
+        """
+        if self.obstacles():
+            return False
+        uses = {part[:2]: part.uses for part in other._parts()}
+        return all(part.uses <= uses.get(part[:2], 0) for part in self._parts())
+
     def event(self) -> dp_accounting.DpEvent:
         """Returns the composition of everything recorded."""
         events = [
@@ -551,9 +563,16 @@ def calibrate_noise(
 
     Example:
 
-    >>> sigma = calibrate_noise(3.0, 1e-5, 60_000, 256, epochs=60)
-    >>> round(sigma, 3)
+    ```python
+    sigma = keras_fastclip.calibrate_noise(
+        3.0, delta=1e-5, num_examples=60_000, batch_size=256, epochs=60
+    )
+    print(f"{sigma:.3f}")
+    ```
+
+    ```text
     0.969
+    ```
     """
     _validate.positive(target_epsilon=target_epsilon)
     check_delta(delta)

@@ -94,7 +94,7 @@ class AdaptiveNorm:
 
     ```python
     model = keras_fastclip.DPSequential(
-        layers,
+        [keras.layers.Dense(10)],
         l2_norm_clip=keras_fastclip.AdaptiveNorm(initial=1.0, quantile=0.5),
         noise_multiplier=1.1,
     )

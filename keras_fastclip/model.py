@@ -604,7 +604,7 @@ class DPModel(_PrivateModel, keras.Model):
     Example:
 
     ```python
-    inputs = keras.Input((784,))
+    inputs = keras.Input((8,))
     outputs = keras.layers.Dense(10)(inputs)
     model = keras_fastclip.DPModel(
         inputs, outputs, l2_norm_clip=1.0, noise_multiplier=1.1
@@ -696,9 +696,10 @@ def make_private(
     Example:
 
     ```python
-    model = keras_hub.models.GPT2CausalLM(...)
+    model = keras.Sequential([keras.layers.Dense(10)])
     keras_fastclip.make_private(model, l2_norm_clip=1.0, noise_multiplier=0.8)
-    model.fit(texts, batch_size=64)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+    model.fit(x, y, batch_size=64)
     ```
     """
     if not isinstance(model, keras.Model):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import secrets
 import threading
@@ -55,6 +56,8 @@ SHARED = (
     "layers were trained by the private model {!r} as well, whose steps are on "
     "the record of that model only"
 )
+# So many steps ahead, at least, a budget is looked at outside `fit`.
+_AHEAD = 64
 # How often this process was made by a fork, from the first one on.
 _forks = 0
 
@@ -133,6 +136,8 @@ class Privacy:
         self._running = 0  # calls of `fit`, one within the other
         self._streams_read: weakref.WeakSet = weakref.WeakSet()
         self._budgets: list[Budget] = []
+        # What was found to be within a budget, steps ahead included.
+        self._within: dict[Budget, Ledger] = {}
         self._gated = settings.budget is not None
         self.monitor: Any = None
         self._plan: Plan | None = None
@@ -464,9 +469,7 @@ class Privacy:
         sigmas = self._coming_sigmas(at_most)
 
         def fits(steps):
-            planned = ledger
-            for sigma in sigmas[:steps]:
-                planned = planned.plus(mechanism(float(sigma)), 1)
+            planned = self._planned(sigmas[:steps])
             spent = planned.epsilon(budget.delta, budget.accountant)
             return spent <= budget.epsilon
 
@@ -474,8 +477,18 @@ class Privacy:
             return at_most
         return accounting.largest(fits, 0, at_most)
 
+    def _planned(self, sigmas):
+        """The ledger with further steps of these noise multipliers."""
+        planned = self._ledger
+        for sigma, steps in itertools.groupby(sigmas):
+            mechanism = self._source.mechanism(float(sigma))
+            planned = planned.plus(mechanism, len(list(steps)))
+        return planned
+
     def _coming_sigmas(self, count):
-        """The scheduled noise multipliers of the coming steps."""
+        """The noise multipliers of the coming steps."""
+        if self.multiplier.schedule is None:
+            return np.full(count, self.multiplier.values[0])
 
         def sigmas(steps):
             return tf.map_fn(
@@ -489,15 +502,14 @@ class Privacy:
 
     def require_room(self, model: keras.Model) -> None:
         """Allows one step outside `fit`, or raises if a budget forbids it."""
-        budgets = [budget._replace(at_most=1) for budget in self._budgets]
+        budgets = [*self._budgets]
         if self.settings.budget is not None:
-            delta = self.settings.delta
-            budgets.append(Budget(self.settings.budget, delta, at_most=1))
+            budgets.append(Budget(self.settings.budget, self.settings.delta))
         if not budgets:
             return
         self._require_multiplier()
         for budget in budgets:
-            if self._allowed_by(budget) < 1:
+            if not self._has_room(budget):
                 reasons = list(self._ledger.obstacles())
                 if self._source is None:
                     reasons.append(UNKNOWN_BATCHES.reason)
@@ -508,6 +520,26 @@ class Privacy:
                     f"delta = {budget.delta:g}{because}."
                 )
         self.counter.allow(1)
+
+    def _has_room(self, budget):
+        """Whether a budget allows one step more.
+
+        A PLD takes longer than many a step, so there is none for each: as many
+        steps ahead are looked at as were made, and those that fit are kept
+        with the ledger. Whatever is part of that costs no more than it does.
+        """
+        if self._source is None:
+            return False
+        limit = budget._replace(at_most=0)
+        sigma = self.multiplier.at(self.steps)[1].numpy()
+        known = self._within.get(limit)
+        if known is not None and self._planned([sigma]).is_part_of(known):
+            return True
+        ahead = max(_AHEAD, self._ledger.total_steps)
+        allowed = self._allowed_by(budget._replace(at_most=ahead))
+        if allowed:
+            self._within[limit] = self._planned(self._coming_sigmas(allowed))
+        return allowed > 0
 
     def within_budget(self, use: counting.Use, step, otherwise):
         """Makes a step, unless a budget forbids it."""

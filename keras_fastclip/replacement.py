@@ -76,11 +76,18 @@ def replace_batch_normalization(
     Example:
 
     ```python
-    model = keras.applications.ResNet50(weights=None, classes=10)
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(16),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(10),
+        ]
+    )
     model = keras_fastclip.replace_batch_normalization(model)
     keras_fastclip.make_private(model, l2_norm_clip=1.0, noise_multiplier=1.1)
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    model.fit(images, labels, batch_size=256)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+    model.fit(x, y, batch_size=256)
     ```
     """
     _check_arguments(model, with_, groups)

@@ -269,7 +269,7 @@ class PoissonDataset:
 
     ```python
     data = keras_fastclip.PoissonDataset(x, y, batch_size=256)
-    data = data.map(lambda x, y: (augment(x), y))
+    data = data.map(lambda x, y: (tf.reverse(x, [1]), y))
     model.fit(data, epochs=10)
     ```
     """

@@ -67,7 +67,11 @@ class SparseNoise:
 
     ```python
     model = keras_fastclip.DPSequential(
-        [keras.layers.Embedding(1_000_000, 32), ...],
+        [
+            keras.layers.Embedding(1_000_000, 32),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(2),
+        ],
         l2_norm_clip=1.0,
         noise_multiplier=1.1,
         sparse_noise=keras_fastclip.SparseNoise(),

@@ -134,8 +134,8 @@ def register(
     Example:
 
     ```python
-    @keras_fastclip.register(MyScale)  # y = x * scale
-    def my_scale(layer, x):
+    @keras_fastclip.register(MyLayer)  # its call returns x * self.scale
+    def my_layer(layer, x):
         zeta = x * layer.scale
 
         def omega(g):

@@ -25,6 +25,7 @@ BLOCK = re.compile(
 
 class Block(NamedTuple):
     line: int
+    section: str
     code: str
     outcome: str | None
 
@@ -34,6 +35,7 @@ def blocks(path: pathlib.Path) -> list[Block]:
     found = [
         Block(
             text.count("\n", 0, match.start()) + 2,
+            re.findall(r"^#+ (.+)$", text[: match.start()], re.MULTILINE)[-1],
             match["code"],
             match["outcome"],
         )

@@ -293,6 +293,18 @@ def test_plus_leaves_the_ledger_as_it_is():
     assert more.entries == ((RUN, 7, 7), (PASSES, 9, 2))
 
 
+def test_what_is_part_of_a_ledger():
+    some = ledger_of((RUN, 10), (SMALL, 3))
+    assert some.is_part_of(some)
+    assert some.is_part_of(ledger_of((SMALL, 1), (RUN, 11), (SMALL, 2)))
+    assert accounting.Ledger().is_part_of(some)
+    assert not some.is_part_of(accounting.Ledger())
+    assert not some.is_part_of(ledger_of((RUN, 10), (SMALL, 2)))
+    assert not some.is_part_of(ledger_of((RUN, 1000)))
+    unknown = some.plus(accounting.Unaccounted("of the moon"), 1)
+    assert not unknown.is_part_of(unknown.plus(RUN, 1000))
+
+
 def test_entries_are_a_snapshot():
     ledger = ledger_of((RUN, 3))
     before = ledger.entries

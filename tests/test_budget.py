@@ -17,6 +17,7 @@ from keras_fastclip import (
     GradientNormMonitor,
     PoissonDataset,
     PrivacyBudget,
+    accounting,
 )
 from keras_fastclip.accounting import Ledger, Passes, PoissonSampling
 from tests.zoo import cross_entropy, labels, random
@@ -234,6 +235,61 @@ def test_a_budget_holds_outside_of_fit(right):
     assert [e.steps for e in entries(private)] == [right]
 
 
+def test_a_budget_outside_of_fit_takes_few_distributions(monkeypatch):
+    computed = []
+    exact = accounting._accountants._pld_epsilon.__wrapped__
+
+    def counted(parts, delta):
+        computed.append(parts)
+        return exact(parts, delta)
+
+    monkeypatch.setattr(accounting._accountants, "_pld_epsilon", counted)
+    x, y = data()
+    private = model(max_epsilon=100.0, delta=DELTA)
+    batches = iter(PoissonDataset(x, y, batch_size=BATCH))
+    for _ in range(70):
+        private.train_on_batch(next(batches))
+    assert len(computed) == 2  # For 64 steps, and for as many again.
+    assert computed[-1][0].uses == 128
+
+
+def test_changes_count_for_what_was_looked_at_ahead():
+    x, y = data()
+    private = model(max_epsilon=2.0, delta=DELTA)
+    batches = iter(PoissonDataset(x, y, batch_size=BATCH))
+    private.train_on_batch(next(batches))
+    private.set_privacy(noise_multiplier=0.1)
+    with pytest.raises(BudgetExceededError, match="epsilon = 2 at"):
+        private.train_on_batch(next(batches))
+    private.set_privacy(noise_multiplier=SIGMA)
+    private.train_on_batch(next(batches))
+    private.set_privacy(max_epsilon=0.1)
+    with pytest.raises(BudgetExceededError, match="epsilon = 0.1 at"):
+        private.train_on_batch(next(batches))
+    # With other batches, what is planned is other steps.
+    private.set_privacy(max_epsilon=2.0)
+    all_at_once = iter(PoissonDataset(x, y, batch_size=N))
+    with pytest.raises(BudgetExceededError):
+        for _ in range(20):
+            private.train_on_batch(next(all_at_once))
+    assert private.privacy_spent(DELTA) <= 2.0
+
+
+def test_a_schedule_is_within_its_budget_outside_of_fit():
+    x, y = data()
+    falling = keras.optimizers.schedules.ExponentialDecay(2.0, 10, 0.5)
+    private = model(noise_multiplier=falling, max_epsilon=1.0, delta=DELTA)
+    batches = iter(PoissonDataset(x, y, batch_size=BATCH))
+    with pytest.raises(BudgetExceededError):
+        for _ in range(40):
+            private.train_on_batch(next(batches))
+    ledger = private._privacy.ledger(private)
+    assert 0.5 < ledger.epsilon(DELTA, "pld") <= 1.0
+    _, sigma = private._privacy.multiplier.at(private._privacy.steps)
+    more = ledger.plus(PoissonSampling(N, BATCH, float(sigma)), 1)
+    assert more.epsilon(DELTA, "pld") > 1.0
+
+
 def test_steps_that_cannot_be_accounted_for_leave_no_budget():
     x, y = data()
     private = model(expected_batch_size=8)
@@ -436,7 +492,7 @@ def test_epsilon_after_every_few_batches(tmp_path):
     ).history
     assert seen == sorted(seen) and len(seen) == 16
     assert len(set(seen)) == 2 * (1 + 2)
-    assert history["epsilon"][-1] == private.privacy_spent(DELTA, "rdp")
+    assert history["epsilon"][-1] == private.privacy_spent(DELTA)
     with open(tmp_path / "log.csv") as file:
         rows = [float(row["epsilon"]) for row in csv.DictReader(file)]
     assert rows == history["epsilon"]

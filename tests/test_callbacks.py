@@ -57,10 +57,10 @@ def test_epsilon_is_in_the_history_beside_validation():
 
 def test_the_model_is_asked_with_delta_and_accountant():
     model = compiled(FakePrivateModel)
-    fit(model, [callbacks.EpsilonTracker(1e-6, accountant="pld")])
-    assert model.asked == (1e-6, "pld")
+    fit(model, [callbacks.EpsilonTracker(1e-6, accountant="rdp")])
+    assert model.asked == (1e-6, "rdp")
     fit(model, [callbacks.EpsilonTracker(1e-5)])
-    assert model.asked == (1e-5, "rdp")
+    assert model.asked == (1e-5, "pld")
 
 
 def test_epsilon_is_in_the_csv_of_a_later_logger(tmp_path):
