@@ -1,6 +1,7 @@
 """The check of a model before its first step: refuse it, or know it exactly.
 
-The probe runs the model eagerly on a few examples of its own data and asks:
+The probe runs the model eagerly on a few examples of its own data, on as few
+as will tell one from another: every run delays the first step. It asks:
 
 1. *Layout.* Which rows of each layer's tensors belong to which example? Calls
    without a batch axis and calls with other axes folded into it are found by
@@ -44,12 +45,19 @@ from keras_fastclip.registry.terms import (
     ONE_ROW,
     Rows,
     at_least_float32,
-    itself,
     squared_norm,
 )
 from keras_fastclip.views import forward
 
-EXAMPLES = 4
+# One example, and another that must not matter to it.
+FEW = 2
+# To see what the number of examples changes.
+MORE = 3
+# To see them mix: losses may compare an example with one of its class and two
+# of others, and a random shuffle must not leave all in place.
+MANY = 4
+# Of the gradients in the sum that is compared: all different.
+FACTORS = (1.0, 0.5)
 
 # Rounding that the comparison of norms and sums allows for. The rules are
 # right or wrong, and wrong ones are off by far more. Some models compute parts
@@ -107,20 +115,23 @@ class _Probe:
         self.model, self.registry, self.strict = model, registry, strict
         self.views = views
         self.data = _usable(batch)
-        self.batch = _examples(self.data)
+        self.many = _examples(self.data, MANY)
+        self.more = _first(self.many, MORE)
+        self.batch = _first(self.many, FEW)
         kept = [*model.non_trainable_variables, *_keras.seed_states(model)]
         saved = _keras.values(kept)
         # Builds what is not built yet.
         _keras.call_model(model, self.batch[0], training=False)
         _keras.assign(kept, saved)
         self.state = _State(model)
-        self.rewrites = ()
+        self.rewrites, self.opaque = (), frozenset()
         self.adopted = {}
+        self.looks = {}
 
     def run(self) -> Plan:
         with self.state.unchanged():
             self._check_loss_and_randomness()
-            self._check_values(self.batch)
+            self._check_values(self.many)
             self._check_other_random_numbers()
             self._check_integers()
             self._check_size()
@@ -133,8 +144,7 @@ class _Probe:
     def _plan(self):
         units = self._find_units()
         plan = Plan(units, self.rewrites, self._layouts(units), None)
-        self._check_coverage(plan)
-        self._check_rules(plan)
+        self._check_coverage_and_rules(plan)
         return self._check_derivatives(plan)
 
     def _adopt(self, error):
@@ -160,21 +170,21 @@ class _Probe:
     def _losses(self, batch, training=True):
         return forward(self.model, batch, self.views, training)[1]
 
-    def _run(self, batch, units=(), handler=None, training=True):
+    def _run(self, batch, units=(), handler=None, training=True, rewrites=None):
         """Losses from a fresh start, with calls of the units intercepted."""
         self.state.restore()
-        rewrites = self.rewrites if units else ()
+        if rewrites is None:
+            rewrites = self.rewrites if units else ()
         with capture.intercept(units, handler, rewrites):
             return self._losses(batch, training)
 
     # -- 2 and 3: state and mixing, by value --------------------------------
 
     def _check_loss_and_randomness(self):
-        weights = _keras.values(self.model.trainable_variables)
+        weights = _held(self.model.trainable_variables)
         self.base = self._run(self.batch)
         self._check_weights(weights)
-        again = self._run(self.batch)
-        if not np.array_equal(self.base, again):
+        if not np.array_equal(self.base, self._again()):
             self.state.seed_tensorflow = True
             self.base = self._run(self.batch)
             if not np.array_equal(self.base, self._run(self.batch)):
@@ -184,7 +194,7 @@ class _Probe:
                     "repeated, so the model cannot be checked. Draw them with "
                     "keras.random and a keras.random.SeedGenerator."
                 )
-        self.base = self._run(self.batch)
+        self.after = self.state.current()
         self.random = self.state.seed_tensorflow or self.state.seeds_moved()
         if self.views > 1 and not self.random:
             raise ValueError(
@@ -194,14 +204,22 @@ class _Probe:
                 "leave out `views`."
             )
 
+    def _again(self):
+        """Losses of another run, which serves for a look if it can."""
+        if capture.find_rewrites(self.model):
+            # Run in another way, layers round otherwise.
+            return self._run(self.batch)
+        return self._look(self.batch).losses
+
     def _check_values(self, batch):
         """Exchanges one example after the other and looks at the rest."""
         base, state = self._run(batch), self.state.current()
-        for j in range(EXAMPLES):
-            changed = _with_other_example(batch, j)
+        count = _count(batch)
+        for j in range(count):
+            changed = _with_other_example(batch, j, self.data)
             losses = self._run(changed)
             self._check_state(state)
-            others = [i for i in range(EXAMPLES) if i != j]
+            others = [i for i in range(count) if i != j]
             if not _close(
                 np.take(losses, others), np.take(base, others), _tolerance(base)
             ):
@@ -211,7 +229,7 @@ class _Probe:
         """As above: what mixes examples may do so now and then only."""
         for shift in range(1, 4) if self.random else ():
             self.state.seed_shift = shift
-            self._check_values(self.batch)
+            self._check_values(self.many)
         self.state.seed_shift = 0
 
     def _check_integers(self):
@@ -219,29 +237,34 @@ class _Probe:
         if any(t.dtype.is_integer for t in tensors(self.batch[0])):
             # Made-up numbers need not be ones that the model takes.
             with contextlib.suppress(tf.errors.InvalidArgumentError):
-                self._check_values(_with_spread_integers(self.batch, self.data))
+                self._check_values(_with_spread_integers(self.many, self.data))
 
     def _check_size(self):
-        """Takes an example away and looks at the rest."""
-        # With fewer rows, other random numbers are drawn.
-        training = not self.random
-        base = self._run(self.batch, training=training)
-        state = self.state.current()
-        losses = self._run(_without_last(self.batch), training=training)
-        self._check_state(state)
+        """Adds an example and looks at the rest."""
+        if self.random:
+            # With more rows, other random numbers are drawn.
+            base = self._run(self.batch, training=False)
+            state = self.state.current()
+            losses = self._run(self.more, training=False)
+            self._check_state(state)
+        else:
+            base, look = self.base, self._look(self.more)
+            losses = look.losses
+            self._check_state(self.after, look.after)
         tolerance = _rounding(_keras.layers_of(self.model))
-        if not _close(losses, base[:-1], tolerance):
+        if not _close(losses[:FEW], base, tolerance):
             raise NotPrivateError(
                 "The loss of one example changes with the number of examples "
                 "in the batch, so no bound on the influence of a single "
                 f"example holds. {_remedy(None)}"
             )
 
-    def _check_state(self, right):
+    def _check_state(self, right, found=None):
+        found = self.state.current() if found is None else found
         for variable, before, after in zip(
-            self.state.variables, right, self.state.current(), strict=True
+            self.state.variables, right, found, strict=True
         ):
-            if not np.array_equal(before, after, equal_nan=True):
+            if not _same(before, after):
                 layer = self._owner(variable)
                 raise NotPrivateError(
                     f"{_described(layer)} writes statistics of the data into "
@@ -252,8 +275,8 @@ class _Probe:
     def _check_weights(self, saved):
         """Refuses a forward pass that changed trained weights."""
         weights = self.model.trainable_variables
-        pairs = zip(weights, saved, _keras.values(weights), strict=True)
-        changed = [v for v, old, new in pairs if not np.array_equal(old, new)]
+        pairs = zip(weights, saved, _held(weights), strict=True)
+        changed = [v for v, old, new in pairs if not _same(old, new)]
         if changed:
             _keras.assign(weights, saved)
             # A wrapper that writes a weight of its layer holds it as well.
@@ -280,14 +303,16 @@ class _Probe:
         return self.model
 
     def _mixing_message(self, batch, changed, j):
+        rows = _count(batch) * self.views
+
         def leak(before, after):
             """Whether other examples than j differ."""
             return any(
                 b.shape.rank
-                and b.shape[0] == EXAMPLES * self.views
+                and b.shape[0] == rows
                 and any(
                     not np.array_equal(b[i], a[i])
-                    for i in range(EXAMPLES * self.views)
+                    for i in range(rows)
                     if i // self.views != j
                 )
                 for b, a in zip(before, after, strict=False)
@@ -331,56 +356,91 @@ class _Probe:
 
     # -- 1: layout ----------------------------------------------------------
 
+    def _look(self, batch, opaque=frozenset(), repeats=None):
+        """Runs the layers as they are, once, and notes what they do.
+
+        Args:
+            batch: the data, of which only the number of examples counts.
+            opaque: layers whose calls are one piece.
+            repeats: how calls without a batch axis get one.
+        """
+        repeats = repeats or {}
+        adopted = {child: id(layer) for child, layer in self.adopted.items()}
+        key = _count(batch), opaque, *map(_frozen, (repeats, adopted))
+        if key not in self.looks:
+            self.looks[key] = self._new_look(batch, opaque, repeats)
+        return self.looks[key]
+
+    def _new_look(self, batch, opaque, repeats):
+        units = capture.find_units(
+            self.model, self.registry, opaque, adopted=self.adopted
+        )
+        rewrites = capture.find_rewrites(self.model, opaque)
+        rewritten = tuple(
+            Unit(layer, f"all of {layer.path}", (), None)
+            for layer, _ in rewrites
+        )
+        shapes, drew = {}, set()
+        rows = _count(batch) * self.views
+
+        def note(unit, key, method, args, kwargs):
+            if key in repeats:
+                args, kwargs = capture.repeated(
+                    (args, kwargs), repeats[key], rows
+                )
+            inputs = _shapes(tensors((args, kwargs)))
+            states = _keras.seed_states(unit.layer)
+            before = _keras.values(states)
+            outputs = method(*args, **kwargs)
+            if not np.array_equal(before, _keras.values(states)):
+                drew.add(id(unit.layer))
+            if unit.variables:
+                shapes[key] = inputs, _shapes(float_tensors(outputs))
+            return outputs
+
+        losses = self._run(batch, units + rewritten, note, rewrites=rewrites)
+        return _Look(
+            units, rewrites, losses, self.state.current(), shapes, drew
+        )
+
     def _find_units(self):
         """Units, with those that draw random numbers marked.
 
         A layer that draws random numbers and has no rule is run example by
         example, so nothing below it can be captured on its own.
         """
-        opaque, random = frozenset(), frozenset()
+        opaque = frozenset()
         while True:
-            units = capture.find_units(
-                self.model, self.registry, opaque, random, self.adopted
-            )
-            drew = set()
-
-            def note(unit, key, method, args, kwargs, drew=drew):
-                states = _keras.seed_states(unit.layer)
-                before = _keras.values(states)
-                outputs = method(*args, **kwargs)
-                if not np.array_equal(before, _keras.values(states)):
-                    drew.add(id(unit.layer))
-                return outputs
-
-            rewrites = capture.find_rewrites(self.model, opaque)
-            rewritten = tuple(
-                Unit(layer, f"all of {layer.path}", (), None)
-                for layer, _ in rewrites
-            )
-            self._run(self.batch, units + rewritten, note)
-            captured = {id(unit.layer) for unit in units}
+            look = self._look(self.batch, opaque)
+            captured = {id(unit.layer) for unit in look.units}
             containers = {
                 id(unit.layer)
-                for unit in units
-                if id(unit.layer) in drew
+                for unit in look.units
+                if id(unit.layer) in look.drew
                 and unit.rule is None
                 and any(
                     id(layer) in captured
                     for layer in _keras.layers_of(unit.layer)[1:]
                 )
             }
-            containers |= {id(unit.layer) for unit in rewritten} & drew
-            if drew == random and containers <= opaque:
-                self.rewrites = rewrites
-                return units
-            opaque, random = opaque | containers, frozenset(drew)
+            containers |= {id(layer) for layer, _ in look.rewrites} & look.drew
+            if containers <= opaque:
+                self.rewrites, self.opaque = look.rewrites, opaque
+                return capture.find_units(
+                    self.model,
+                    self.registry,
+                    opaque,
+                    frozenset(look.drew),
+                    self.adopted,
+                )
+            opaque |= containers
 
     def _layouts(self, units):
         """Rows of each call, from batches of two sizes."""
-        repeats, smaller = {}, _without_last(self.batch)
+        repeats = {}
         while True:
-            _, large = self._observe(units, self.batch, repeats, _shape)
-            _, small = self._observe(units, smaller, repeats, _shape)
+            large = self._look(self.more, self.opaque, repeats).shapes
+            small = self._look(self.batch, self.opaque, repeats).shapes
             layouts, without_batch = {}, None
             for key, (inputs, outputs) in large.items():
                 unit = next(u for u in units if u.path == key[0])
@@ -428,37 +488,36 @@ class _Probe:
         ones = all(shape.rank and shape[0] == 1 for shape in inputs)
         for repeat in ["tile", "stack"] if ones else ["stack"]:
             with contextlib.suppress(Exception):
-                losses, _ = self._observe(
-                    units, self.batch, {**repeats, key: repeat}, _shape
-                )
+                losses = self._look(
+                    self.batch, self.opaque, {**repeats, key: repeat}
+                ).losses
                 if np.allclose(losses, self.base, rtol=_tolerance(self.base)):
                     return repeat
         unit = next(u for u in units if u.path == key[0])
         raise _NotCaptured(unit.layer, _no_batch_message(unit))
 
-    def _observe(self, units, batch, repeats=None, what=itself):
+    def _observe(self, units, batch, repeats):
         """Runs the layers as they are and notes their tensors by call.
 
         Args:
             units: of the model.
             batch: the data.
             repeats: how calls without a batch axis get one.
-            what: of each tensor is noted.
         """
-        seen, repeats = {}, repeats or {}
-        size = tf.shape(first_tensor(batch[0]))[0] * self.views
+        seen, rows = {}, _count(batch) * self.views
 
         def note(unit, key, method, args, kwargs):
             if key in repeats:
                 args, kwargs = capture.repeated(
-                    (args, kwargs), repeats[key], size
+                    (args, kwargs), repeats[key], rows
                 )
-            inputs = [what(t) for t in tensors((args, kwargs))]
+            inputs = tensors((args, kwargs))  # The call may change a dict.
             outputs = method(*args, **kwargs)
-            seen[key] = inputs, [what(t) for t in float_tensors(outputs)]
+            seen[key] = inputs, float_tensors(outputs)
             return outputs
 
-        return self._run(batch, units, note), seen
+        self._run(batch, units, note)
+        return seen
 
     def _with_order(self, units, layouts):
         """Tells rows [i·k, (i+1)·k) of an example from rows i, i+B, ..."""
@@ -474,31 +533,36 @@ class _Probe:
             return layouts
         repeats = {key: layout.repeat for key, layout in layouts.items()}
         repeats = {key: repeat for key, repeat in repeats.items() if repeat}
-        _, base = self._observe(units, self.batch, repeats)
-        runs = [
-            self._observe(units, _with_other_example(self.batch, j), repeats)[1]
-            for j in range(EXAMPLES)
+        base = self._observe(units, self.many, repeats)
+        changed = [
+            _with_other_example(self.many, j, self.data) for j in range(MANY)
         ]
+        runs = [self._observe(units, batch, repeats) for batch in changed]
         for key in folded:
             moved = [_moved_rows(base[key], run[key]) for run in runs]
             unit = next(u for u in units if u.path == key[0])
             layouts[key] = _ordered(unit, layouts[key], moved)
         return layouts
 
-    # -- 4: coverage --------------------------------------------------------
+    # -- 4 and 5: coverage, and what rules compute ---------------------------
 
-    def _check_coverage(self, plan):
+    def _check_coverage_and_rules(self, plan):
         """Holds weights constant up to ζ; none may reach the losses.
 
         Only the weights: a ζ that is cut would also hide every weight that
-        reaches it through the layer's inputs.
+        reaches it through the layer's inputs. On the way, what a rule computes
+        is compared with its layer, call by call.
         """
         variables = self.model.trainable_variables
         raw = [_keras.raw(v) for v in variables]
-        rows = EXAMPLES * self.views
+        wrong, small, rows = [], [], FEW * self.views
+        stopped = []
 
         def hold(unit, key, method, args, kwargs):
-            # A rematerialized layer is called again in the backward pass.
+            seeds = _keras.seed_states(unit.layer)
+            drawn = [tf.convert_to_tensor(seed) for seed in seeds]
+            # A rematerialized layer is called again in the backward pass, and
+            # a layer inside one with a rule once more below.
             layout = plan.layouts.get(key)
             if unit.rule is not None and layout is not None:
                 with _keras.weights_as_constants(unit.variables):
@@ -506,7 +570,17 @@ class _Probe:
                         unit, key, layout, method, args, kwargs, rows
                     )
                 if call.single:
-                    return finish(call.zetas)
+                    outputs = finish(call.zetas)
+                    _keras.assign(seeds, drawn)
+                    with _stopped(tape, stopped):
+                        right = method(*args, **kwargs)
+                        if not self._same_output(unit, outputs, right):
+                            wrong.append(unit)
+                        small.extend(
+                            self._small_call(call, layout, method, args, kwargs)
+                        )
+                    return outputs
+                _keras.assign(seeds, drawn)
             # The fallback accounts for all that is read inside the call.
             with _keras.weights_as_constants(unit.variables):
                 return method(*args, **kwargs)
@@ -518,42 +592,6 @@ class _Probe:
         for variable, gradient in zip(variables, gradients, strict=True):
             if gradient is not None:
                 raise self._uncovered(variable)
-
-    def _uncovered(self, variable):
-        return _NotCaptured(self._owner(variable), _uncovered_message(variable))
-
-    # -- 5: rules -----------------------------------------------------------
-
-    def _check_rules(self, plan):
-        """Compares what a rule computes with its layer, call by call."""
-        wrong, small, rows = [], [], EXAMPLES * self.views
-
-        def note(unit, key, method, args, kwargs):
-            seeds = _keras.seed_states(unit.layer)
-            drawn = _keras.values(seeds)
-            outputs = method(*args, **kwargs)
-            # A layer inside one with a rule is called once more by the rule.
-            layout = plan.layouts.get(key)
-            if unit.rule is None or layout is None:
-                return outputs
-            _keras.assign(seeds, drawn)
-            call, finish = capture.captured(
-                unit, key, layout, method, args, kwargs, rows
-            )
-            if call.single and not self._same_output(
-                unit, finish(call.zetas), outputs
-            ):
-                wrong.append(unit)
-            if any(isinstance(term, UserRule) for term in call.terms):
-                # What is small beside large inputs shows at small ones.
-                args, kwargs = _small((args, kwargs))
-                call, _ = capture.captured(
-                    unit, key, layout, method, args, kwargs, rows
-                )
-                small.append(call)
-            return outputs
-
-        self._run(self.batch, plan.units, note)
         for unit in wrong:
             raise NotPrivateError(
                 f"The rule for layer {unit.path!r} computes another output "
@@ -562,6 +600,26 @@ class _Probe:
             )
         for call in small:
             self._check_omega(call)
+
+    def _small_call(self, call, layout, method, args, kwargs):
+        """The call of a user's rule on small inputs.
+
+        What is small beside large inputs shows there.
+        """
+        if any(isinstance(term, UserRule) for term in call.terms):
+            args, kwargs = _small((args, kwargs))
+            yield capture.captured(
+                call.unit,
+                call.key,
+                layout,
+                method,
+                args,
+                kwargs,
+                FEW * self.views,
+            )[0]
+
+    def _uncovered(self, variable):
+        return _NotCaptured(self._owner(variable), _uncovered_message(variable))
 
     def _same_output(self, unit, found, outputs):
         pairs = zip(float_tensors(found), float_tensors(outputs), strict=True)
@@ -588,18 +646,19 @@ class _Probe:
 
     def _check_derivatives(self, plan):
         """Norms and sums of the rules against plain differentiation."""
-        variables = self.model.trainable_variables
-        raw = [_keras.raw(v) for v in variables]
+        raw = [_keras.raw(v) for v in self.model.trainable_variables]
         self.state.restore()
         with tf.GradientTape(persistent=True) as reference:
             reference.watch(raw)
-            recording = Recording(plan, tf.constant(EXAMPLES * self.views))
+            recording = Recording(plan, tf.constant(FEW * self.views))
             with recording:
                 losses = self._losses(self.batch)
             each = tf.unstack(losses)
         calls = recording.calls
         self._check_same_model(calls, losses)
         self._report_fallbacks(calls)
+        squares, total = self._differentiated(reference, each, calls)
+        del reference
         uses, reached = recording.backward(losses)
         if not uses:
             raise NotPrivateError(
@@ -608,46 +667,70 @@ class _Probe:
                 "trained have trainable=True."
             )
         parts = make_parts(uses)
-        covered = {id(v) for part in parts for v in part.variables}
-        norms = [part.squared_norms() for part in parts]
-        # In the types of the gradients, and no array longer than it is needed:
-        # TensorFlow may keep what the check takes for good.
-        total = {id(v): 0.0 for v in variables}
-        for j, loss in enumerate(each):
-            zetas = [zeta for call in calls for zeta in call.zetas]
-            gradients = reference.gradient(loss, [*zetas, *raw])
-            self._check_rows(calls, iter(gradients[: len(zetas)]), j)
-            squares = {id(v): 0.0 for v in variables}
-            pairs = zip(variables, gradients[len(zetas) :], strict=True)
-            for variable, gradient in pairs:
-                if gradient is None:
-                    continue
-                gradient = _array(gradient)
-                total[id(variable)] += gradient
-                squares[id(variable)] = _sum_of_squares(gradient)
-                if id(variable) not in covered and np.any(gradient):
-                    raise self._uncovered(variable)
-            del gradients, pairs
-            exact = [sum(squares[id(v)] for v in p.variables) for p in parts]
-            for part, norm, right in zip(parts, norms, exact, strict=True):
-                scale = max(right, 1e-4 * sum(exact))
-                self._require_close(part, norm[j] - right, scale, "norms")
-        del reference
-        whole = sum(map(_sum_of_squares, total.values()))
-        for part in parts:
-            sums = part.weighted_sum(tf.ones_like(norms[0]))
-            for variable in part.variables:
-                right, found = total[id(variable)], sums[id(variable)]
-                gap = _sum_of_squares(_array(found) - right)
-                scale = max(_sum_of_squares(right), 1e-4 * whole)
-                self._require_close(part, gap, scale, "sums")
-        return dataclasses.replace(
+        checked = dataclasses.replace(
             plan,
             reached=frozenset(reached),
             facts=capture.facts_of(calls),
             traits=tuple(part.traits for part in parts),
             numbers=methods.numbers(parts),
         )
+        self._check_parts(parts, squares, total)
+        return checked
+
+    def _differentiated(self, reference, each, calls):
+        """Plain differentiation, one example at a time.
+
+        In the types of the gradients, or float32 if that is wider, and no
+        tensor longer than it is needed: TensorFlow may keep for good what the
+        check takes, and there may be as many numbers as the model has weights.
+
+        Returns:
+            For each example, the squared norms of its gradients by id of the
+            weight; and the sums of the gradients times `FACTORS`.
+        """
+        variables = self.model.trainable_variables
+        raw = [_keras.raw(v) for v in variables]
+        zetas = [zeta for call in calls for zeta in call.zetas]
+        squares, total = [], {}
+        for j, (loss, factor) in enumerate(zip(each, FACTORS, strict=True)):
+            gradients = reference.gradient(loss, [*zetas, *raw])
+            self._check_rows(calls, iter(gradients[: len(zetas)]), j)
+            gradients = gradients[: -1 - len(raw) : -1]
+            squares.append({})
+            for variable in variables:
+                gradient = gradients.pop()
+                if gradient is None:
+                    continue
+                gradient = at_least_float32(tf.convert_to_tensor(gradient))
+                squares[j][id(variable)] = _sum_of_squares(gradient)
+                gradient *= factor
+                if id(variable) in total:
+                    gradient += total[id(variable)]
+                total[id(variable)] = gradient
+        return squares, total
+
+    def _check_parts(self, parts, squares, total):
+        """Takes the parts off their list, with the gradients that they keep."""
+        covered = {id(v) for part in parts for v in part.variables}
+        for variable in self.model.trainable_variables:
+            reached = any(found.get(id(variable), 0) for found in squares)
+            if reached and id(variable) not in covered:
+                raise self._uncovered(variable)
+        whole = sum(map(_sum_of_squares, total.values()))
+        while parts:
+            part = parts.pop(0)
+            norms = part.squared_norms()
+            for norm, found in zip(norms, squares, strict=True):
+                right = sum(found.get(id(v), 0.0) for v in part.variables)
+                scale = max(right, 1e-4 * sum(found.values()))
+                self._require_close(part, norm - right, scale, "norms")
+            sums = part.weighted_sum(tf.constant(FACTORS, norms.dtype))
+            for variable in part.variables:
+                right = total.pop(id(variable), tf.zeros([]))
+                found = at_least_float32(sums.pop(id(variable)))
+                gap = _sum_of_squares(found - tf.cast(right, found.dtype))
+                scale = max(_sum_of_squares(right), 1e-4 * whole)
+                self._require_close(part, gap, scale, "sums")
 
     def _check_same_model(self, calls, losses):
         """Rules must compute what their layers compute."""
@@ -672,7 +755,7 @@ class _Probe:
                     continue
                 folded = rows.fold(tf.convert_to_tensor(gradient))
                 by_example = folded.numpy()
-                for i in range(EXAMPLES):
+                for i in range(FEW):
                     if i != j and np.any(by_example[i] != 0):
                         raise NotPrivateError(
                             f"The loss of one example depends on rows of "
@@ -743,23 +826,23 @@ class _State:
         self.variables = others
         self._seeds = _keras.seed_states(model)
         self._model = model
-        self._saved = _keras.values(self.variables + self._seeds)
+        self._saved = _held(self.variables)
+        self._saved_seeds = _keras.values(self._seeds)
         self._saved_metrics = _keras.values(self._metrics)
         self.seed_tensorflow = False
         self.seed_shift = 0
 
     def current(self):
-        return _keras.values(self.variables)
+        return _held(self.variables)
 
     def seeds_moved(self):
-        before = self._saved[len(self.variables) :]
-        return not np.array_equal(before, _keras.values(self._seeds))
+        now = _keras.values(self._seeds)
+        return not np.array_equal(self._saved_seeds, now)
 
     def restore(self):
         """Back to the start; with a shift, to other random numbers."""
-        count = len(self.variables)
-        _keras.assign(self.variables, self._saved[:count])
-        shifted = [value + self.seed_shift for value in self._saved[count:]]
+        _keras.assign(self.variables, self._saved)
+        shifted = [value + self.seed_shift for value in self._saved_seeds]
         _keras.assign(self._seeds, shifted)
         if self.seed_tensorflow:
             tf.random.set_seed(self.seed_shift)
@@ -776,15 +859,66 @@ class _State:
             _keras.assign(self._metrics, self._saved_metrics)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """What a run of the model showed.
+
+    Attributes:
+        units: whose calls were intercepted.
+        rewrites: layers that were run in another way.
+        losses: of the examples.
+        after: the state after the run.
+        shapes: of the tensors of each call, by its key.
+        drew: ids of the layers that drew random numbers.
+    """
+
+    units: tuple[Unit, ...]
+    rewrites: capture.Rewrites
+    losses: tf.Tensor
+    after: list[tf.Tensor]
+    shapes: dict[tuple[str, int], tuple[list, list]]
+    drew: set[int]
+
+
+@contextlib.contextmanager
+def _stopped(tape, stopped):
+    """Keeps a tape from recording; a list tells if that is so already."""
+    if stopped:
+        yield
+        return
+    stopped.append(True)
+    with tape.stop_recording():
+        yield
+    stopped.clear()
+
+
+def _held(variables):
+    """Present values, without a copy: whoever writes a variable makes one."""
+    return [tf.convert_to_tensor(_keras.raw(v)) for v in variables]
+
+
+def _same(before, after):
+    """Whether values are equal; those at one place are."""
+    before, after = np.asarray(before), np.asarray(after)
+    if before.ctypes.data == after.ctypes.data:
+        return True
+    return np.array_equal(before, after, equal_nan=True)
+
+
+def _frozen(dictionary):
+    return frozenset(dictionary.items())
+
+
 def _differ(before, after):
     return any(
         not np.array_equal(b, a) for b, a in zip(before, after, strict=False)
     )
 
 
-def _map(function, structure):
+def _map(function, *structures):
     return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else function(leaf), structure
+        lambda *leaves: None if leaves[0] is None else function(*leaves),
+        *structures,
     )
 
 
@@ -809,14 +943,24 @@ def _usable(batch):
     return _map(lambda leaf: tf.gather(leaf, rows), batch)
 
 
-def _examples(batch):
+def _count(batch):
+    return len(first_tensor(batch))
+
+
+def _first(batch, count):
+    return _map(lambda leaf: leaf[:count], batch)
+
+
+def _examples(batch, count):
     """A few examples from all over the batch, repeated if there are too few.
 
     A weight of zero would hide what happens to its example.
     """
-    size = len(first_tensor(batch))
-    rows = np.resize(np.arange(size), max(size, EXAMPLES))
-    rows = rows[np.linspace(0, len(rows) - 1, EXAMPLES).astype(int)]
+    size = _count(batch)
+    rows = np.resize(np.arange(size), max(size, count))
+    rows = rows[np.linspace(0, len(rows) - 1, count).astype(int)]
+    # The first two are the farthest apart.
+    rows = [rows[0], rows[-1], *rows[1:-1]]
     x, y, sample_weight = _map(lambda leaf: tf.gather(leaf, rows), batch)
     sample_weight = _map(
         lambda w: tf.where(tf.cast(w, tf.bool), w, tf.ones_like(w)),
@@ -825,18 +969,29 @@ def _examples(batch):
     return x, y, sample_weight
 
 
-def _with_other_example(batch, j):
-    """The batch with other data in place of example j."""
+def _with_other_example(batch, j, data):
+    """The batch with other data in place of example j.
+
+    Each input and target is that of the next example or, if that is the same,
+    of some example that differs in it.
+    """
     x, y, sample_weight = batch
     rng = np.random.default_rng(j)
-    order = list(range(EXAMPLES))
-    order[j] = (j + 1) % EXAMPLES
+    count = _count(batch)
+    chosen = np.arange(count) == j
 
-    def other(leaf):
-        return tf.gather(leaf, order)
+    def column(values, leaf):
+        return tf.reshape(values, [-1] + [1] * (leaf.shape.rank - 1))
 
-    def other_input(leaf):
-        leaf = other(leaf)
+    def other(leaf, pool):
+        row = leaf[(j + 1) % count]
+        if np.array_equal(row, leaf[j]):
+            differ = np.reshape(pool != leaf[j], [len(pool), -1]).any(-1)
+            row = pool[int(np.argmax(differ))]
+        return tf.where(column(chosen, leaf), row, leaf)
+
+    def other_input(leaf, pool):
+        leaf = other(leaf, pool)
         if not leaf.dtype.is_floating:
             return leaf
         noise = np.zeros(leaf.shape)
@@ -845,14 +1000,14 @@ def _with_other_example(batch, j):
 
     def other_weight(leaf):
         if leaf.dtype == tf.bool:
-            return other(leaf)
-        factors = np.where(np.arange(EXAMPLES) == j, 2, 1)
-        factors = factors.reshape([-1] + [1] * (leaf.shape.rank - 1))
-        return other(leaf) * tf.cast(factors, leaf.dtype)
+            return tf.gather(leaf, order)
+        factors = column(np.where(chosen, 2, 1), leaf)
+        return tf.gather(leaf, order) * tf.cast(factors, leaf.dtype)
 
+    order = np.where(chosen, (j + 1) % count, np.arange(count))
     return (
-        _map(other_input, x),
-        _map(other, y),
+        _map(other_input, x, data[0]),
+        _map(other, y, data[1]),
         _map(other_weight, sample_weight),
     )
 
@@ -870,23 +1025,14 @@ def _with_spread_integers(batch, data):
         if not leaf.dtype.is_integer:
             return leaf
         values = np.unique(pool)
-        rows = []
-        for i in range(EXAMPLES):
-            first = i * len(values) // EXAMPLES
-            last = max((i + 1) * len(values) // EXAMPLES, first + 1)
+        rows, count = [], len(leaf)
+        for i in range(count):
+            first = i * len(values) // count
+            last = max((i + 1) * len(values) // count, first + 1)
             rows.append(rng.choice(values[first:last], leaf.shape[1:]))
         return tf.constant(np.stack(rows), leaf.dtype)
 
-    x = keras.tree.map_structure(
-        lambda leaf, pool: None if leaf is None else spread(leaf, pool),
-        x,
-        data[0],
-    )
-    return x, y, sample_weight
-
-
-def _without_last(batch):
-    return _map(lambda leaf: leaf[:-1], batch)
+    return _map(spread, x, data[0]), y, sample_weight
 
 
 def _small(arguments):
@@ -901,8 +1047,8 @@ def _small(arguments):
     return with_tensors(arguments, [small(t) for t in tensors(arguments)])
 
 
-def _shape(tensor):
-    return tensor.shape
+def _shapes(tensors):
+    return [tensor.shape for tensor in tensors]
 
 
 def _rows_of(unit, large, small):
@@ -910,14 +1056,14 @@ def _rows_of(unit, large, small):
     if large.rank == 0:
         return None
     n, m = large[0], small[0]
-    if n * (EXAMPLES - 1) == m * EXAMPLES and n:
-        return Rows(n // EXAMPLES) if n > EXAMPLES else ONE_ROW
+    if n * FEW == m * MORE and n:
+        return Rows(n // MORE) if n > MORE else ONE_ROW
     if n == m:
         return None
     raise _NotCaptured(
         unit.layer,
-        f"{_described(unit.layer)} is called with {n} rows for {EXAMPLES} "
-        f"examples and {m} for {EXAMPLES - 1}: rows cannot be told apart by "
+        f"{_described(unit.layer)} is called with {n} rows for {MORE} "
+        f"examples and {m} for {FEW}: rows cannot be told apart by "
         "example. Give each example the same number of rows.",
     )
 
@@ -949,7 +1095,7 @@ def _ordered(unit, layout, moved):
             for j, run in enumerate(moved)
         )
         minor = all(
-            run[index] <= set(range(j, EXAMPLES * k, EXAMPLES))
+            run[index] <= set(range(j, MANY * k, MANY))
             for j, run in enumerate(moved)
         )
         if not (major or minor):
@@ -981,18 +1127,13 @@ def _close(found, right, tolerance):
     )
 
 
-def _array(gradient):
-    """In its own type, or in float32 if that is wider."""
-    return at_least_float32(tf.convert_to_tensor(gradient)).numpy()
-
-
 def _float64(gradient):
     return tf.convert_to_tensor(gradient).numpy().astype("float64")
 
 
-def _sum_of_squares(array):
+def _sum_of_squares(tensor):
     """In float64, without an array of the squares."""
-    flat = np.ravel(array)
+    flat = np.ravel(np.asarray(tensor))
     return np.einsum("i,i->", flat, flat, dtype="float64", casting="safe")
 
 

@@ -407,7 +407,7 @@ def places_of_images(length):
 def gemma3_with_images():
     # Not 4 tokens for an image: `keras.ops.add` of Keras 3.15 takes a column
     # of n rows for a row if there are n columns, and the check before the
-    # first step runs on 4 examples.
+    # first step runs on 2 to 4 examples.
     backbone = models.Gemma3Backbone(
         **GEMMA,
         image_size=24,
