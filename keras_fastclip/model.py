@@ -93,7 +93,7 @@ def clip(
     parts = make_parts(uses)
     methods.set_ways(parts, method, privacy.limits(model, batch_size))
     again = functools.partial(recording.backward_again, example_losses)
-    clipped = methods.clipped_sums(
+    sums, squared_norms, factors = methods.clipped_sums(
         parts,
         clipping,
         [unit.path for unit in plan.units],
@@ -104,7 +104,10 @@ def clip(
         sparse.tables(model, privacy.sparse),
         privacy.sparse.map_norm if privacy.sparse else 1.0,
     )
-    return Clipped(*clipped, y_pred, example_losses)
+    # In an order that tells which noise a weight gets from a seed.
+    keys = [id(v) for v in model.trainable_variables if id(v) in sums]
+    sums = {key: sums[key] for key in keys}
+    return Clipped(sums, squared_norms, factors, y_pred, example_losses)
 
 
 class PrivateTraining:
