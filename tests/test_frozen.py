@@ -60,15 +60,15 @@ def low_rank(*stack):
 @pytest.mark.parametrize(
     "prepare, paths, count",
     [
-        # forward, to the inputs of b, c and d, and sums of kernels and biases
-        (freeze(), "abcd", 4 + 3 + 8),
+        # forward, to the inputs of b, c and d, sums of kernels, one of biases
+        (freeze(), "abcd", 4 + 3 + 5),
         # the last layer alone: no cotangent goes below it
         (freeze("a", "b", "c"), "d", 4 + 2),
         # the lowest trained layer ends the backward pass
-        (freeze("a", "b"), "cd", 4 + 1 + 4),
+        (freeze("a", "b"), "cd", 4 + 1 + 3),
         # a frozen layer is passed through, without a sum of its own
-        (freeze("c"), "abd", 4 + 3 + 6),
-        (biases_only, "abcd", 4 + 3 + 4),
+        (freeze("c"), "abd", 4 + 3 + 4),
+        (biases_only, "abcd", 4 + 3 + 1),
         # A·B, x·A, g·Bᵀ for norm and sum, and two sums
         (low_rank, "d", 4 + 1 + 1 + 2 + 2),
     ],
