@@ -200,7 +200,7 @@ def test_fit_counts_poisson_steps_and_logs_epsilon(tmp_path):
     assert entry.mechanism.num_examples == 48
     assert entry.steps == 3 * 5 == int(model.optimizer.iterations.numpy())
     assert history["epsilon"] == sorted(history["epsilon"])
-    assert history["epsilon"][-1] == model.privacy_spent(1e-3, "rdp")
+    assert history["epsilon"][-1] == model.privacy_spent(1e-3)
     assert len(history["val_loss"]) == 3
 
 
