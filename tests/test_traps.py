@@ -1500,4 +1500,4 @@ class TestStepsPerExecution:
         ).history
         assert steps(model) == [8]
         assert int(model.optimizer.iterations) == 8
-        assert logs["epsilon"][-1] == model.privacy_spent(DELTA, "rdp")
+        assert logs["epsilon"][-1] == model.privacy_spent(DELTA)
