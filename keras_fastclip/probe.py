@@ -703,7 +703,8 @@ class _Probe:
                     continue
                 gradient = at_least_float32(tf.convert_to_tensor(gradient))
                 squares[j][id(variable)] = _sum_of_squares(gradient)
-                gradient *= factor
+                # By NumPy, which gives memory back to the system.
+                gradient = factor * gradient.numpy()
                 if id(variable) in total:
                     gradient += total[id(variable)]
                 total[id(variable)] = gradient
@@ -726,9 +727,9 @@ class _Probe:
                 self._require_close(part, norm - right, scale, "norms")
             sums = part.weighted_sum(tf.constant(FACTORS, norms.dtype))
             for variable in part.variables:
-                right = total.pop(id(variable), tf.zeros([]))
-                found = at_least_float32(sums.pop(id(variable)))
-                gap = _sum_of_squares(found - tf.cast(right, found.dtype))
+                right = total.pop(id(variable), np.zeros([], "float32"))
+                found = at_least_float32(sums.pop(id(variable))).numpy()
+                gap = _sum_of_squares(found - right)
                 scale = max(_sum_of_squares(right), 1e-4 * whole)
                 self._require_close(part, gap, scale, "sums")
 
