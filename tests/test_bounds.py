@@ -146,8 +146,8 @@ def test_a_million_equal_squares_are_not_too_small(norm, jit):
     for value in np.linspace(0.5, 1, 60, dtype="float32"):
         gradient = tf.fill([1, 1024, 1024], value)
         exact = 2**20 * np.float64(value) ** 2
-        # 320 units of roundoff are 1.9e-5.
-        assert 0 <= compiled(gradient).numpy()[0] / exact - 1 + 1e-7 < 2.1e-5
+        # 320 units of roundoff are 1.9e-5; the sum may itself be rounded up.
+        assert 0 <= compiled(gradient).numpy()[0] / exact - 1 + 1e-7 < 2.5e-5
 
 
 # -- many cases --------------------------------------------------------------
