@@ -18,6 +18,7 @@ from keras_fastclip import (
     _keras,
     accounting,
     feeding,
+    heap,
     losses,
     methods,
     naive,
@@ -126,6 +127,7 @@ class PrivateTraining:
         privacy = self._privacy
         replicas.refuse_own_loops(self)
         batch, real, poisson = sampling.unpack(data)
+        batch = heap.trimmed(batch)
         rows = tf.shape(losses.first_tensor(batch[0]))[0]
         privacy.own_weights(self)
         use = privacy.cost(poisson, real, rows)
