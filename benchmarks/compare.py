@@ -28,10 +28,10 @@ import tensorflow as tf
 
 from benchmarks import machine, run
 from benchmarks.processes import peak
+from benchmarks.run import PLAIN
 from benchmarks.workloads import ALL, WORKLOADS
 from keras_fastclip import methods, sampling
 
-PLAIN = "nonprivate"
 MODES = (PLAIN, *methods.METHODS)
 
 

@@ -21,12 +21,14 @@ import keras_fastclip
 from benchmarks.processes import peak
 from benchmarks.workloads import ALL
 
+PLAIN = "nonprivate"
+
 
 def build(workload, mode):
     """A compiled model; plain or private."""
     name, _, suffix = mode.partition("-")
     inputs, outputs = workload.build()
-    if name == "nonprivate":
+    if name == PLAIN:
         model = keras.Model(inputs, outputs)
     else:
         model = keras_fastclip.DPModel(
@@ -50,7 +52,7 @@ def measure(workload, mode, batch, steps, warmup):
     model = build(workload, mode)
     x, y = workload.data(np.random.default_rng(0), batch)
     data = tf.data.Dataset.from_tensors((x, y)).repeat()
-    if mode != "nonprivate":
+    if mode.removesuffix("-xla") != PLAIN:
         model._privacy.prepare(model, (x, y, None), batch)
     model.make_train_function()
     iterator = iter(data)

@@ -25,7 +25,7 @@ def trimmed(batch: Any) -> Any:
     """
     if tf.executing_eagerly() or not _keras.on_cpu() or _trim() is None:
         return batch
-    once = functools.cache(_give_back)
+    once = functools.cache(give_back)
     done = tf.numpy_function(once, [], tf.bool)
     with tf.control_dependencies([done]):
         return keras.tree.map_structure(
@@ -33,9 +33,12 @@ def trimmed(batch: Any) -> Any:
         )
 
 
-def _give_back():
-    _trim()(0)
-    return np.True_
+def give_back() -> np.bool_:
+    """Gives free memory back, where the C library can; returns whether."""
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+    return np.bool_(trim is not None)
 
 
 @functools.cache
