@@ -169,8 +169,10 @@ def cnn(*augmentation, **settings):
         ways={"conv": "keep:loop"},
         **settings,
     )
+    # 20 epochs of 30 steps: long steps first, then ones with little noise.
+    rate = keras.optimizers.schedules.CosineDecay(0.8, 20 * 30)
     return model, keras.optimizers.SGD(
-        0.8, momentum=0.9, use_ema=True, ema_momentum=0.99
+        rate, momentum=0.9, use_ema=True, ema_momentum=0.98
     )
 
 
