@@ -16,6 +16,11 @@ def description() -> str:
     )
 
 
+def processor() -> str:
+    """As above, for measurements of other frameworks."""
+    return f"{os.cpu_count()} cores ({_processor()}), {datetime.date.today()}"
+
+
 def _processor():
     """The kind of processor, as far as the system tells."""
     try:

@@ -123,9 +123,10 @@ def scattering(**settings):
 """
 ## End to end
 
-Bounded activations keep gradients from growing, so that clipping costs less.
-Averaging the weights over steps takes out some of the noise and costs no
-privacy; Keras does it with `use_ema`.
+Bounded activations keep gradients from growing, so that clipping costs less;
+group normalization, which is of each image by itself, helps as it does without
+privacy. Averaging the weights over steps takes out some of the noise and costs
+no privacy; Keras does it with `use_ema`.
 
 Nor do `views` cost any. Every image is flipped and shifted at random, several
 times in each step; the gradient of an image is the mean over its views, and it
@@ -135,7 +136,10 @@ more than the clip norm.
 
 
 def pixels(images):
-    return images[..., None].astype("float32") / 127.5 - 1
+    images = images[..., None].astype("float32")
+    mean = images.mean((1, 2), keepdims=True)
+    deviation = images.std((1, 2), keepdims=True)
+    return (images - mean) / (deviation + 1)
 
 
 def cnn(*augmentation, **settings):
@@ -143,26 +147,37 @@ def cnn(*augmentation, **settings):
         [
             keras.Input((28, 28, 1)),
             *augmentation,
-            layers.Conv2D(16, 8, strides=2, padding="same", activation="tanh"),
+            layers.Conv2D(
+                16,
+                8,
+                strides=2,
+                padding="same",
+                activation="tanh",
+                name="conv",
+            ),
             layers.MaxPooling2D(2, strides=1),
+            layers.GroupNormalization(4),
             layers.Conv2D(32, 4, strides=2, activation="tanh"),
             layers.MaxPooling2D(2, strides=1),
+            layers.GroupNormalization(4),
             layers.Flatten(),
             layers.Dense(32, activation="tanh"),
             layers.Dense(10),
         ],
-        l2_norm_clip=0.1,
+        l2_norm_clip=1.0,
+        # What `method="auto"` chooses without a seed, when it measures.
+        ways={"conv": "keep:loop"},
         **settings,
     )
+    # 20 epochs of 30 steps: long steps first, then ones with little noise.
+    rate = keras.optimizers.schedules.CosineDecay(0.8, 20 * 30)
     return model, keras.optimizers.SGD(
-        4.0, momentum=0.9, use_ema=True, ema_momentum=0.99
+        rate, momentum=0.9, use_ema=True, ema_momentum=0.98
     )
 
 
 def cnn_with_views(**settings):
-    shift = layers.RandomTranslation(
-        0.08, 0.08, fill_mode="constant", fill_value=-1.0
-    )
+    shift = layers.RandomTranslation(0.08, 0.08, fill_mode="nearest")
     flip = layers.RandomFlip("horizontal")
     return cnn(flip, shift, views=4, **settings)
 
@@ -198,8 +213,8 @@ def train(build, data, batch_size, epochs, seed):
 
 PLANS = {
     "scattering": (scattering_features, scattering, 8192, 40),
-    "cnn": (pixels, cnn, 2048, 40),
-    "views": (pixels, cnn_with_views, 2048, 40),
+    "cnn": (pixels, cnn, 2048, 20),
+    "views": (pixels, cnn_with_views, 2048, 20),
 }
 
 rows = []
@@ -213,6 +228,7 @@ for name in PLANS if FAST else arguments.models:
         minutes = (time.perf_counter() - started) / 60
         processor = (time.process_time() - used) / 60
         rows.append((name, seed, accuracy, epsilon, minutes, processor))
+        print(f"{name}, seed {seed}: {accuracy:.2%}", flush=True)
 
 """
 ## What came of it

@@ -7,6 +7,7 @@ Keras changes what it relies on.
 import contextlib
 import functools
 import os
+import threading
 import zipfile
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.variables import AutocastScope
+from keras.src.backend.tensorflow import numpy as backend_numpy
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
 from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import global_seed_generator
@@ -104,6 +106,47 @@ def variable(value: np.ndarray) -> tf.Variable:
     """
     with tf.init_scope():
         return ResourceVariable(value, trainable=False)
+
+
+_addition = threading.local()
+_keras_add = backend_numpy.add
+
+
+@functools.wraps(_keras_add)
+def _add(x1, x2):
+    plain = getattr(_addition, "plain", False)
+    if not plain or not _taken_for_a_bias(x1, x2):
+        return _keras_add(x1, x2)
+    dtype = keras.backend.result_type(x1.dtype, x2.dtype)
+    x1, x2 = (keras.ops.convert_to_tensor(x, dtype) for x in (x1, x2))
+    return tf.add(x1, x2)
+
+
+def _taken_for_a_bias(x1, x2):
+    """Whether Keras may add a tensor along another axis than it should."""
+    if not (tf.is_tensor(x1) and tf.is_tensor(x2)):
+        return False
+    if None in (x1.shape.rank, x2.shape.rank) or x2.shape.rank < 2:
+        return False
+    return x2.shape[-1] == 1 or x2.shape[-1] != x1.shape[-1]
+
+
+@contextlib.contextmanager
+def plain_addition():
+    """Within, in this thread, `keras.ops.add` broadcasts like all others.
+
+    Keras takes its second argument for a bias if but one of its axes is longer
+    than 1 and as long as the channels of the first. To (n, n) it so adds
+    (n, 1) by columns: in a batch of n examples, what is of one goes to all
+    others. It does where the number of examples is known when a function is
+    traced, and without a function.
+    """
+    before = getattr(_addition, "plain", False)
+    _addition.plain, backend_numpy.add = True, _add
+    try:
+        yield
+    finally:
+        _addition.plain = before
 
 
 def untracked_variables(layer: keras.Layer) -> list[tf.Variable]:

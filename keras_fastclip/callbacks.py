@@ -129,6 +129,7 @@ class PrivacyBudget(_PrivateCallback):
         self._active = False
         self._stopped = False
         self._steps_before = 0
+        self._last = None
 
     def on_epoch_begin(
         self, epoch: int, logs: dict[str, Any] | None = None
@@ -151,6 +152,9 @@ class PrivacyBudget(_PrivateCallback):
                     f"see model.privacy_statement({self.delta:g})."
                 )
         self._steps_before = int(self.model._privacy.counter.total)
+        planned = epoch == self.params.get("epochs", 0) - 1
+        steps = self.params.get("steps") if planned else None
+        self._last = steps and self._steps_before + steps
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -164,6 +168,8 @@ class PrivacyBudget(_PrivateCallback):
             self._stopped = self.model.stop_training = True
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._steps_before == self._last:
+            return  # All steps were made, and none was missing.
         if self._stopped and self.params.get("verbose", 0):
             print(
                 f"Training stopped after {self._steps_before:,} steps: the "

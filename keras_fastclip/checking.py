@@ -104,6 +104,7 @@ def check_gradients(
     return GradientReport(float(error), float(norm_error), by_layer)
 
 
+@_keras.plain_addition()
 def loop_over_examples(
     model: keras.Model,
     batch: tuple[Any, Any, Any],

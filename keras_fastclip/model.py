@@ -64,6 +64,7 @@ class Clipped:
         return total.dense() if isinstance(total, sparse.Touched) else total
 
 
+@_keras.plain_addition()
 def clip(
     model: keras.Model, batch: tuple, real: Any = None, training: bool = True
 ) -> Clipped:

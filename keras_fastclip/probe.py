@@ -82,6 +82,7 @@ class _NotCaptured(NotPrivateError):
         self.layer = layer
 
 
+@_keras.plain_addition()
 def probe(
     model: keras.Model,
     batch: tuple[Any, Any, Any],

@@ -424,6 +424,53 @@ def test_a_target_is_met_by_the_first_fit(sampling, tmp_path):
         again.fit(x, y, batch_size=BATCH, verbose=0)
 
 
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_all_planned_steps_are_no_early_end(steps_per_execution, capsys):
+    x, y = data()
+    private = model(
+        steps_per_execution,
+        noise_multiplier=None,
+        target_epsilon=2.0,
+        delta=DELTA,
+    )
+    private.fit(x, y, batch_size=BATCH, epochs=3, verbose=2)
+    assert int(private.optimizer.iterations) == 24
+    assert "stopped" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_an_end_within_the_last_epoch_is_told(
+    steps_per_execution, right, capsys
+):
+    x, y = data()
+    private = model(steps_per_execution, max_epsilon=1.0, delta=DELTA)
+    private.fit(x, y, batch_size=BATCH, epochs=2, verbose=2)
+    assert int(private.optimizer.iterations) == right < 16
+    assert f"stopped after {right} steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("epochs", [1, 9])
+def test_averaged_weights_are_those_after_fit(epochs):
+    """Also if the budget ends it: nine epochs are more than there is room."""
+    x, y = data()
+    private = model(max_epsilon=1.0, delta=DELTA)
+    optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9)
+    private.compile(optimizer, cross_entropy())
+    trained = []
+
+    class Note(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            trained.append(self.model.layers[-1].kernel.numpy())
+
+    private.fit(
+        x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[Note()]
+    )
+    averages = optimizer._model_variables_moving_average
+    kernel = private.layers[-1].kernel.numpy()
+    np.testing.assert_array_equal(kernel, averages[0].numpy())
+    assert np.abs(kernel - trained[-1]).max() > 1e-3
+
+
 def test_what_a_first_fit_left_over_is_used_by_the_next():
     x, y = data()
     private = model(noise_multiplier=None, target_epsilon=2.0, delta=DELTA)

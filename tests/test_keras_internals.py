@@ -53,6 +53,41 @@ def test_raw_is_the_variable_that_tapes_follow():
     assert isinstance(raw, tf.Variable)
 
 
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ((4, 4), (4, 1)),
+        ((4, 3, 4), (4, 1, 1)),
+        ((4, 4, 3), (4, 1, 1)),
+        ((1, 4, 4), (1, 4, 1)),
+        ((1, 4, 1), (1, 1, 4)),
+        ((2, 3, 5, 4), (1, 1, 1, 4)),
+        ((2, 4), (4,)),
+        ((4, 1), (4, 4)),
+    ],
+)
+def test_plain_addition_broadcasts_as_numpy_does(first, second):
+    rng = np.random.default_rng(0)
+    x1, x2 = rng.random(first), rng.random(second)
+    with _keras.plain_addition():
+        found = keras.ops.add(tf.constant(x1), tf.constant(x2))
+        mixed = keras.ops.add(
+            tf.ones(first, "float32"), tf.ones(second, "int32")
+        )
+    np.testing.assert_allclose(found, x1 + x2, rtol=1e-6)
+    assert mixed.dtype == "float32"
+
+
+def test_addition_is_that_of_keras_elsewhere():
+    x1, x2 = tf.zeros((4, 4)), tf.constant([[1.0], [2.0], [3.0], [4.0]])
+    before = keras.ops.add(x1, x2).numpy()
+    with _keras.plain_addition(), _keras.plain_addition():
+        pass
+    np.testing.assert_array_equal(keras.ops.add(x1, x2), before)
+    # If this fails, Keras broadcasts as others do: no need for the above.
+    assert (before != (x1 + x2).numpy()).any()
+
+
 def test_seed_states_move_when_dropout_draws():
     model = small()
     x = tf.ones((2, 4))

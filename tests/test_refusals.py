@@ -767,6 +767,37 @@ def test_accepted_and_right(name, float64):
         assert layer.steps.numpy() >= 2
 
 
+def one_number_added(width, views=1):
+    def outputs(x):
+        x = layers.GaussianNoise(0.1)(x) if views > 1 else x
+        return layers.Add()([layers.Dense(width)(x), layers.Dense(1)(x)])
+
+    return compiled(private(outputs, views=views))
+
+
+@pytest.mark.parametrize("views", [1, 2])
+@pytest.mark.parametrize("width", [2, 3, 4, 6])
+def test_one_number_added_to_all_of_an_example_is_no_mixing(width, views):
+    """Keras adds it to those of others in a batch of `width` examples."""
+    model = one_number_added(width, views)
+    model.fit(random(8, 4), random(8, width, seed=1), 4, verbose=0)
+    assert model.privacy_spent(1e-3) < np.inf
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_one_number_is_added_to_its_own_example_in_the_step(traced, float64):
+    model = one_number_added(ROWS)
+    x, y = random(ROWS, 4), random(ROWS, ROWS, seed=1)
+    report = check_gradients(model, x, y)
+    assert report.relative_error < 1e-9
+    if traced:  # with the number of examples known
+        right = model.clipped_gradients(x[:5], y[:5])[1]
+        right = [*right, *model.clipped_gradients(x[5:], y[5:])[1]]
+        clipped = tf.function(model.clipped_gradients)
+        _, squared = clipped(tf.constant(x), tf.constant(y))
+        np.testing.assert_allclose(squared, right, rtol=1e-9)
+
+
 def test_batch_normalization_that_is_thawed_later_is_refused():
     layer = layers.BatchNormalization(
         scale=False, center=False, trainable=False, name="bn"

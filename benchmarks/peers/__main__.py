@@ -1,21 +1,25 @@
 """Private training by other libraries, on the same seven models.
 
-    python -m benchmarks.peers opacus
+    python -m benchmarks.peers opacus --out opacus.txt
     python -m benchmarks.peers jax_privacy --workload gpt,bert
-    python -m benchmarks.peers tf_privacy --modes fgc-full
+    python -m benchmarks.peers tf_privacy --modes fgc-full --seconds 30
 
 Each library gets a virtual environment of its own, `.venv-NAME`, since none
 can share one with TensorFlow 2.16 and later. Every measurement is a process of
-its own; speeds are relative to plain training by the same framework.
+its own, which is ended after `--seconds`, 60 by default; `--minutes` ends the
+whole comparison. Speeds are relative to plain training by the same framework.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import rich.box
 import rich.console
@@ -26,6 +30,8 @@ from benchmarks.workloads import WORKLOADS
 
 HERE = pathlib.Path(__file__).parent
 PLAIN = "nondp"
+# Words by which the frameworks say so.
+NO_MEMORY = ("alloc", "Alloc", "MemoryError", "OOM", "ResourceExhausted")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +71,7 @@ def interpreter(name, report):
     return python
 
 
-def measure(command, timeout):
+def measure(command, seconds):
     """The line of JSON that a runner prints, or one with an error."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     try:
@@ -73,26 +79,51 @@ def measure(command, timeout):
             command,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=seconds,
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"over {timeout} s"}
+        return {"error": f"over {seconds} s"}
     lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
-    if lines:
-        return json.loads(lines[-1])
-    return {"error": (run.stderr.strip().splitlines() or ["no output"])[-1]}
+    last = (run.stderr.strip().splitlines() or ["no output"])[-1]
+    found = json.loads(lines[-1]) if lines else {"error": last}
+    if any(words in found.get("error", "") for words in NO_MEMORY):
+        found["error"] = "out of memory"
+    elif not lines and run.returncode == -signal.SIGKILL:
+        found["error"] = "killed, for want of memory?"
+    return found
 
 
-def row(mode, found, plain):
+def row(workload, mode, found, plain):
     """Cells of the table."""
     if "error" in found:
-        return mode, "", "", "", found["error"][:40]
+        return workload, mode, "", "", "", found["error"][:28]
     speed = memory = ""
     if "error" not in plain:
         speed = f"{plain['sec_per_step'] / found['sec_per_step']:.3f}"
         memory = f"{found['peak_rss_mb'] / plain['peak_rss_mb']:.2f}"
-    return mode, f"{1e3 * found['sec_per_step']:.1f}", speed, memory, ""
+    milliseconds = f"{1e3 * found['sec_per_step']:.1f}"
+    return workload, mode, milliseconds, speed, memory, ""
+
+
+def compare(workloads, modes, run, minutes=math.inf):
+    """Rows of the table, as they come.
+
+    Args:
+        workloads: their names.
+        modes: of the runner, beside plain training.
+        run: measures a workload in a mode.
+        minutes: after these, no further measurement is begun.
+    """
+    end = time.monotonic() + 60 * minutes
+    for workload in workloads:
+        plain = None
+        for mode in (PLAIN, *modes):
+            found = {"error": f"left out after {minutes:g} min"}
+            if time.monotonic() < end:
+                found = run(workload, mode)
+            plain = plain or found
+            yield row(workload, mode, found, plain)
 
 
 def main():
@@ -102,30 +133,49 @@ def main():
     parser.add_argument("--modes", help="of its runner; by default the best")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--timeout", type=int, default=300)
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--out", metavar="FILE")
     arguments = parser.parse_args()
-    console = rich.console.Console(width=80)
+    workloads = arguments.workload.split(",")
+    unknown = sorted(set(workloads) - set(WORKLOADS))
+    if unknown:
+        parser.error(f"unknown workloads: {', '.join(unknown)}")
     modes = PEERS[arguments.peer].modes
     if arguments.modes:
         modes = arguments.modes.split(",")
+    console = rich.console.Console(width=80)
     python = interpreter(arguments.peer, console.print)
-    console.print(machine.description(), highlight=False)
-    for name in arguments.workload.split(","):
-        table = rich.table.Table(
-            title=f"{arguments.peer}: {name}", box=rich.box.SIMPLE_HEAD
-        )
-        for column in ("mode", "ms a step", "speed", "memory", ""):
+    versions = set()
+
+    def run(workload, mode):
+        command = [python, HERE / f"run_{arguments.peer}.py"]
+        command += ["--workload", workload, "--mode", mode]
+        command += ["--steps", str(arguments.steps)]
+        command += ["--warmup", str(arguments.warmup)]
+        found = measure(command, arguments.seconds)
+        if "version" in found:
+            versions.add(f"{found['peer']} {found['version']}")
+        return found
+
+    def show(console, rows):
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+        for column in ("workload", "mode", "ms a step", "speed", "memory", ""):
             table.add_column(column)
-        plain = None
-        for mode in (PLAIN, *modes):
-            command = [python, HERE / f"run_{arguments.peer}.py"]
-            command += ["--workload", name, "--mode", mode]
-            command += ["--steps", str(arguments.steps)]
-            command += ["--warmup", str(arguments.warmup)]
-            found = measure(command, arguments.timeout)
-            plain = plain or found
-            table.add_row(*row(mode, found, plain))
+        for cells in rows:
+            table.add_row(*cells, end_section=cells[1] == modes[-1])
+        console.print(*sorted(versions), sep=", ", highlight=False)
+        console.print(machine.processor(), highlight=False)
         console.print(table)
+
+    rows = []
+    for cells in compare(workloads, modes, run, arguments.minutes):
+        rows.append(cells)
+        console.print(*filter(None, cells), highlight=False)
+        if arguments.out:  # What there is, if the rest is interrupted.
+            with open(arguments.out, "w", encoding="utf-8") as file:
+                show(rich.console.Console(width=80, file=file), rows)
+    show(console, rows)
 
 
 if __name__ == "__main__":

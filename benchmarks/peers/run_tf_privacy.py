@@ -25,6 +25,8 @@ import statistics
 import sys
 import time
 
+import limits
+
 THREADS = 2
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -411,6 +413,7 @@ def main():
     tf.config.threading.set_intra_op_parallelism_threads(THREADS)
     tf.config.threading.set_inter_op_parallelism_threads(THREADS)
     base_rss = rss_mb()
+    limits.limit_memory()
     batch = ARGS.batch or BATCHES[ARGS.workload]
     record = {
         "peer": "tensorflow-privacy",

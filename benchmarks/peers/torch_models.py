@@ -18,6 +18,8 @@ import statistics
 import sys
 import time
 
+import limits
+
 THREADS = 2
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, str(THREADS))
@@ -277,21 +279,6 @@ def peak_rss_mb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def limit_memory(share=0.9):
-    """Turns running out of memory into an error that can be reported."""
-    try:
-        with open("/proc/meminfo") as f:
-            available = next(
-                int(x.split()[1]) for x in f if "MemAvailable" in x
-            )
-        with open("/proc/self/statm") as f:
-            mapped = int(f.read().split()[0]) * resource.getpagesize()
-    except (OSError, StopIteration):
-        return
-    limit = mapped + int(available * 1024 * share)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
 def one_line(error):
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
@@ -321,7 +308,7 @@ def measure(peer, version, args, prepare):
         "batch": args.batch,
     }
     base = peak_rss_mb()
-    limit_memory()
+    limits.limit_memory()
     try:
         model, step = prepare(args)
         result["params"] = sum(p.numel() for p in model.parameters())
