@@ -41,7 +41,7 @@ from keras_fastclip.registry.turns import norms_in_turns
 TILE = 512
 
 # Wider vectors are cut into chunks of so many numbers, and so many at most.
-_WIDE, _CHUNK, _MOST_CHUNKS = 512, 256, 64
+_WIDE, _CHUNK, _MOST_CHUNKS = 512, 384, 64
 
 # Errors of more additions are worth a second bound.
 _FEW_ADDITIONS = 128
@@ -440,15 +440,15 @@ def gram(tensor: tf.Tensor, rows: slice = _ALL) -> Gram:
     """
     width = tensor.shape[-1]
     step = chunk_width(width)
-    matrix, lengths = None, []
+    sums, lengths = [], []
     for start in range(0, width, step):
-        # One chunk at a time: each is a copy.
-        with tf.control_dependencies([] if matrix is None else [matrix]):
+        # Two chunks at a time: each is a copy.
+        with tf.control_dependencies(sums[-2:-1]):
             chunk = tensor
             if step < width:
                 chunk = tensor[..., start : start + step]
             own = tf.matmul(chunk[..., rows, :], chunk, transpose_b=True)
-            matrix = own if matrix is None else matrix + own
+            sums.append(sums[-1] + own if sums else own)
             if rows is _ALL:
                 squares = tf.linalg.diag_part(own)
             else:
@@ -456,7 +456,7 @@ def gram(tensor: tf.Tensor, rows: slice = _ALL) -> Gram:
             lengths.append(tf.sqrt(_with_lost(squares, chunk.shape[-1])))
     chunks = len(lengths)
     lengths = tf.stack(lengths, -1)
-    return Gram(matrix, lengths, width, step + chunks - 1, chunks)
+    return Gram(sums[-1], lengths, width, step + chunks - 1, chunks)
 
 
 def chunk_width(width: int) -> int:
