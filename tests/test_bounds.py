@@ -357,7 +357,7 @@ def test_squares_that_are_lost_in_every_chunk(width, way):
         ones = np.arange(width) % period == 0
         a = np.where(ones, 1.0, 2.0**-12) * np.ones((1, 16, 1))
         a = tf.constant(a, "float32")
-        for g in (a, tf.eye(16)[None], tf.eye(16, 300)[None]):
+        for g in (a[..., :300], tf.eye(16)[None], tf.eye(16, 300)[None]):
             assert_not_below(a, g, way)
             assert_not_below(g, a, way)
 
