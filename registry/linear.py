@@ -41,10 +41,7 @@ from keras_fastclip.registry.turns import norms_in_turns
 TILE = 512
 
 # Wider vectors are cut into chunks of so many numbers, and so many at most.
-_WIDE, _CHUNK, _MOST_CHUNKS = 512, 384, 64
-
-# Errors of more additions are worth a second bound.
-_FEW_ADDITIONS = 128
+_WIDE, _CHUNK, _MOST_CHUNKS = 1024, 256, 64
 
 _ALL = slice(None)
 
@@ -372,7 +369,7 @@ def product_of_grams(a: "Gram", g: "Gram") -> Product:
     """`gram_product` of Gram matrices that are there already."""
     value = sum_of_products(a.matrix, g.matrix)
     size_a, size_g = (
-        _Size.of(own, _norms_of_rows(own.matrix), own.against(other.matrix))
+        _Size.of(own, _norms_of_rows(own.matrix), own.against(other))
         for own, other in ((a, g), (g, a))
     )
     return _product(value, size_a, size_g)
@@ -385,25 +382,25 @@ class Gram(NamedTuple):
         matrix: (..., T, T), or some of its rows.
         lengths: (..., T, n), |aₜ| of each chunk, or one number for all.
         width: d.
-        additions: how many make an entry of the matrix, one after the other
-            at worst: those within a chunk, and those of chunks.
+        additions: how often ‖a꜀a꜀ᵀ‖ of a chunk may be lost to roundoff, within
+            the chunk and where chunks are added up.
         chunks: how many.
     """
 
     matrix: tf.Tensor
     lengths: tf.Tensor
     width: int
-    additions: int
+    additions: float
     chunks: int
 
-    def against(self, other: tf.Tensor, rows: slice = _ALL) -> tf.Tensor:
+    def against(self, other: "Gram", rows: slice = _ALL) -> tf.Tensor:
         """Σ|aₛ||aₜ||otherₛₜ| over all chunks, s and t, or some rows s.
 
-        Infinity for few additions, whose error is small anyway.
+        Infinity where neither has chunks: errors are small anyway.
         """
-        if self.additions <= _FEW_ADDITIONS:
-            return tf.constant(np.inf, other.dtype)
-        reach = tf.matmul(tf.abs(other), self.lengths)
+        if self.lengths.shape[-1] == other.lengths.shape[-1] == 1:
+            return tf.constant(np.inf, other.matrix.dtype)
+        reach = tf.matmul(tf.abs(other.matrix), self.lengths)
         reach *= self.lengths[..., rows, :]
         return tf.reduce_sum(tf.reduce_sum(reach, -1), -1)
 
@@ -456,11 +453,12 @@ def gram(tensor: tf.Tensor, rows: slice = _ALL) -> Gram:
             lengths.append(tf.sqrt(_with_lost(squares, chunk.shape[-1])))
     chunks = len(lengths)
     lengths = tf.stack(lengths, -1)
-    return Gram(sums[-1], lengths, width, step + chunks - 1, chunks)
+    made = additions(step) + chunks - 1
+    return Gram(sums[-1], lengths, width, made, chunks)
 
 
 def chunk_width(width: int) -> int:
-    """Of nearly equal chunks: vectors of up to 512 numbers are one."""
+    """Of nearly equal chunks: vectors of up to 1024 numbers are one."""
     if width <= _WIDE:
         return max(width, 1)
     count = min(-(-width // _CHUNK), _MOST_CHUNKS)
@@ -624,7 +622,7 @@ def _by_tiles(a, g):
             norms = _norms_of_rows(own.matrix)
             behind = [[0, 0]] * (norms.shape.rank - 1)
             behind += [[0, TILE - tf.shape(norms)[-1]]]
-            against = own.against(other.matrix, rows)
+            against = own.against(other, rows)
             found += [tf.pad(norms, behind), against]
         return tuple(found)
 
@@ -662,6 +660,21 @@ def _lost(like, width):
 def _with_lost(squares, width):
     """Squared lengths of vectors, not below their true values."""
     return squares + _lost(squares, width)
+
+
+def additions(width: int) -> float:
+    """How often ‖aaᵀ‖ may be lost to roundoff, for vectors of up to 1024.
+
+    As often as there are additions, in general. The matrix products of CPUs
+    add up runs of terms, and then these sums. (Measured: runs of 512 with
+    oneDNN, of 384 at most without.) The squared norms of the Gram matrices of
+    runs add up to ‖aaᵀ‖² at most, and so, by Cauchy and Schwarz, their norms
+    times the lengths of the runs to ‖aaᵀ‖ times the root of the sum of squared
+    lengths.
+    """
+    if width <= 512 or not _keras.on_cpu():
+        return width
+    return math.hypot(512, width - 512) + 1
 
 
 def roundoff(dtype: tf.DType, count: Any) -> Any:
