@@ -547,18 +547,24 @@ class Convolution(Linear):
         outputs, image = other.shape[1:-1].as_list(), _padded(geometry, image)
         sizes = image.shape[1:-1].as_list()
         pixels = tf.reshape(image, [-1, math.prod(sizes), image.shape[-1]])
-        gram_a = gram(pixels)
+        of_pixels = gram(pixels)
+        gram_a, more = of_pixels.matrix, 0
         for axis, count in enumerate(geometry.kernel_size):
             step = geometry.dilation_rate[axis] * math.prod(sizes[axis + 1 :])
             length = gram_a.shape[-1] - (count - 1) * step
             windows = [slice(i * step, i * step + length) for i in range(count)]
             gram_a = tf.add_n([gram_a[:, w, w] for w in windows])
+            more += count - 1
         behind = [[0, s - o] for s, o in zip(sizes, outputs, strict=True)]
         padded_g = tf.pad(other, [[0, 0], *behind, [0, 0]])
         g = tf.reshape(padded_g, [-1, math.prod(sizes), other.shape[-1]])
-        d, p = self._widths()
-        gram_g = gram(g[:, : gram_a.shape[-1]])
-        return rounded_up(product_of_grams(gram_a, gram_g, d, p))
+        offsets = math.prod(geometry.kernel_size)
+        return rounded_up(
+            product_of_grams(
+                of_pixels.shifted(gram_a, offsets, more),
+                gram(g[:, : gram_a.shape[-1]]),
+            )
+        )
 
 
 def _examples_in(numbers, each):

@@ -40,6 +40,11 @@ from keras_fastclip.registry.turns import norms_in_turns
 # Rows of a Gram matrix in a tile.
 TILE = 512
 
+# Wider vectors are cut into chunks of so many numbers, and so many at most.
+_WIDE, _CHUNK, _MOST_CHUNKS = 1024, 256, 64
+
+_ALL = slice(None)
+
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
@@ -338,12 +343,7 @@ def ghost_norm(
 
 def ghost_norm_by_tiles(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     """`ghost_norm` that holds few rows of the Gram matrices at a time."""
-    value, rows_a, rows_g = _by_tiles(a, g)
-    trace_a, trace_g = (tf.reduce_sum(x * x, [-2, -1]) for x in (a, g))
-    count = tf.shape(a)[-2]
-    size_a = _Size.of(trace_a, rows_a, count, a.shape[-1])
-    size_g = _Size.of(trace_g, rows_g, count, g.shape[-1])
-    return rounded_up(_over_blocks(_product(value, size_a, size_g)))
+    return rounded_up(_over_blocks(_product(*_by_tiles(a, g))))
 
 
 class Product(NamedTuple):
@@ -362,20 +362,107 @@ class Product(NamedTuple):
 
 def gram_product(a: tf.Tensor, g: tf.Tensor) -> Product:
     """⟨aaᵀ, ggᵀ⟩ of a (..., T, d) and g (..., T, p)."""
-    return product_of_grams(gram(a), gram(g), a.shape[-1], g.shape[-1])
+    return product_of_grams(gram(a), gram(g))
 
 
-def product_of_grams(
-    gram_a: tf.Tensor, gram_g: tf.Tensor, d: int, p: int
-) -> Product:
+def product_of_grams(a: "Gram", g: "Gram") -> Product:
     """`gram_product` of Gram matrices that are there already."""
-    size_a, size_g = _size_of_gram(gram_a, d), _size_of_gram(gram_g, p)
-    return _product(sum_of_products(gram_a, gram_g), size_a, size_g)
+    value = sum_of_products(a.matrix, g.matrix)
+    size_a, size_g = (
+        _Size.of(own, _norms_of_rows(own.matrix), own.against(other))
+        for own, other in ((a, g), (g, a))
+    )
+    return _product(value, size_a, size_g)
 
 
-def gram(tensor: tf.Tensor) -> tf.Tensor:
-    """(..., T, d) -> (..., T, T), the products of all pairs of vectors."""
-    return tf.matmul(tensor, tensor, transpose_b=True)
+class Gram(NamedTuple):
+    """aaᵀ of vectors aₜ of width d, added up from those of chunks of them.
+
+    Attributes:
+        matrix: (..., T, T), or some of its rows.
+        lengths: (..., T, n), |aₜ| of each chunk, or one number for all.
+        width: d.
+        additions: how often ‖a꜀a꜀ᵀ‖ of a chunk may be lost to roundoff, within
+            the chunk and where chunks are added up.
+        chunks: how many.
+    """
+
+    matrix: tf.Tensor
+    lengths: tf.Tensor
+    width: int
+    additions: float
+    chunks: int
+
+    def against(self, other: "Gram", rows: slice = _ALL) -> tf.Tensor:
+        """Σ|aₛ||aₜ||otherₛₜ| over all chunks, s and t, or some rows s.
+
+        Infinity where neither has chunks: errors are small anyway.
+        """
+        if self.lengths.shape[-1] == other.lengths.shape[-1] == 1:
+            return tf.constant(np.inf, other.matrix.dtype)
+        reach = tf.matmul(tf.abs(other.matrix), self.lengths)
+        reach *= self.lengths[..., rows, :]
+        return tf.reduce_sum(tf.reduce_sum(reach, -1), -1)
+
+    def shifted(self, matrix: tf.Tensor, offsets: int, additions: int):
+        """Of vectors that are put together from others, at some offsets.
+
+        The matrix is a sum of the matrix of the others, shifted by each of the
+        offsets, which are as many more chunks: an addition in the matrix of
+        the others is one in all of them. A sum of |xₛ||xₜ| over the chunks of
+        two vectors is at most the product of their lengths.
+
+        Args:
+            matrix: the sum.
+            offsets: how many there are.
+            additions: that made it, one after the other.
+        """
+        width = offsets * self.width
+        squares = tf.linalg.diag_part(matrix)[..., None]
+        return Gram(
+            matrix,
+            tf.sqrt(_with_lost(squares, width)),
+            width,
+            self.additions + additions,
+            offsets * self.chunks,
+        )
+
+
+def gram(tensor: tf.Tensor, rows: slice = _ALL) -> Gram:
+    """The products of all pairs of vectors, (..., T, d) -> (..., T, T).
+
+    Args:
+        tensor: the vectors.
+        rows: of the matrix, all by default.
+    """
+    width = tensor.shape[-1]
+    step = chunk_width(width)
+    sums, lengths = [], []
+    for start in range(0, width, step):
+        # Two chunks at a time: each is a copy.
+        with tf.control_dependencies(sums[-2:-1]):
+            chunk = tensor
+            if step < width:
+                chunk = tensor[..., start : start + step]
+            own = tf.matmul(chunk[..., rows, :], chunk, transpose_b=True)
+            sums.append(sums[-1] + own if sums else own)
+            if rows is _ALL:
+                squares = tf.linalg.diag_part(own)
+            else:
+                squares = sum_of_squares(chunk, [-1])
+            lengths.append(tf.sqrt(_with_lost(squares, chunk.shape[-1])))
+    chunks = len(lengths)
+    lengths = tf.stack(lengths, -1)
+    made = additions(step) + chunks - 1
+    return Gram(sums[-1], lengths, width, made, chunks)
+
+
+def chunk_width(width: int) -> int:
+    """Of nearly equal chunks: vectors of up to 1024 numbers are one."""
+    if width <= _WIDE:
+        return max(width, 1)
+    count = min(-(-width // _CHUNK), _MOST_CHUNKS)
+    return -(-width // count)
 
 
 class _Size(NamedTuple):
@@ -385,6 +472,9 @@ class _Size(NamedTuple):
         trace: Σ|aₜ|².
         rows: norms of the rows of aaᵀ; rows of zeros may follow.
         norm: ‖aaᵀ‖, of Frobenius.
+        error: by how much it is off, at most, in norm.
+        against: by how much its product with the other matrix is off for it,
+            as far as lengths of vectors tell.
         count: T.
         width: d.
     """
@@ -392,32 +482,38 @@ class _Size(NamedTuple):
     trace: tf.Tensor
     rows: tf.Tensor
     norm: tf.Tensor
+    error: tf.Tensor
+    against: tf.Tensor
     count: tf.Tensor
     width: int
 
     @classmethod
-    def of(cls, trace, rows, count, width):
+    def of(cls, gram: Gram, rows: tf.Tensor, against: tf.Tensor):
         """From what was computed.
 
         A square of an entry that is too small to hold, or too large, is no
         loss: the one is less than the root of the least number, and for the
         other the trace is there, which no norm exceeds.
+
+        Args:
+            gram: the matrix.
+            rows: norms of its rows.
+            against: of `gram` and the other matrix.
         """
-        floats = np.finfo(trace.dtype.as_numpy_dtype)
-        count = tf.cast(count, trace.dtype)
-        lost = count * width * floats.tiny
-        more = 1 + 2 * roundoff(trace.dtype, additions(width))
-        more += 2 * roundoff(trace.dtype, count)
-        trace = more * trace + lost
-        rows = more * rows + tf.sqrt(count) * math.sqrt(floats.tiny) + lost
-        rows = tf.minimum(rows, trace[..., None])
+        dtype = rows.dtype
+        least = np.finfo(dtype.as_numpy_dtype).tiny
+        count = tf.cast(tf.shape(gram.lengths)[-2], dtype)
+        lost = count * gram.width * least
+        units = gram.additions * math.sqrt(gram.chunks)
+        more = 1 + 2 * roundoff(dtype, units) + 2 * roundoff(dtype, count)
+        squares = tf.reduce_sum(tf.square(gram.lengths), -1)
+        trace = more * tf.reduce_sum(squares, -1) + lost
+        small = tf.sqrt(count) * math.sqrt(least) + lost
+        rows = tf.minimum(more * rows + small, trace[..., None])
         norm = tf.minimum(more * tf.norm(rows, axis=-1), trace)
-        return cls(trace, rows, norm, count, width)
-
-
-def _size_of_gram(gram, width):
-    trace = tf.reduce_sum(tf.linalg.diag_part(gram), -1)
-    return _Size.of(trace, _norms_of_rows(gram), tf.shape(gram)[-1], width)
+        error = roundoff(dtype, units) * norm + roundoff(dtype, 1) * trace
+        against *= 1.01 * more * roundoff(dtype, gram.additions + 1)
+        return cls(trace, rows, norm, error, against, count, gram.width)
 
 
 def _norms_of_rows(gram):
@@ -432,14 +528,28 @@ def _product(value, a, g) -> Product:
     result. The results of one addition in all entries are the Gram matrix of
     some of the d columns of a. Such a matrix is at most aaᵀ in the order of
     positive semidefinite matrices, so its norm is at most ‖aaᵀ‖. In whatever
-    order the products are added, therefore,
+    order the products are added, the same in all entries, therefore,
 
         ‖E‖ ≤ d·u·‖aaᵀ‖ ,   u = 2⁻²⁴ in float32,
 
-    and likewise ‖F‖ ≤ p·u·‖ggᵀ‖; by Cauchy and Schwarz ⟨aaᵀ, ggᵀ⟩ is off by
-    (d + p)·u·‖aaᵀ‖‖ggᵀ‖. To bound entries by |aₛ||aₜ| instead would lose a
-    factor of √T where positions have little to do with each other. What the
-    products themselves are rounded by is at most u·Σ|aₜ|² in norm.
+    and likewise ‖F‖ ≤ p·u·‖ggᵀ‖. What the products themselves are rounded by
+    is at most u·Σ|aₜ|² in norm.
+
+    Wide vectors are cut into n chunks a꜀ of w numbers. What is lost within a
+    chunk is bounded by its own Gram matrix, and what is lost where these are
+    added up by aaᵀ again. No two of the chunks' matrices have a negative
+    product, so their squared norms add up to ‖aaᵀ‖² at most, and their norms,
+    by Cauchy and Schwarz, to √n·‖aaᵀ‖:
+
+        ‖E‖ ≤ (w + n)·u·Σ‖a꜀a꜀ᵀ‖ ≤ (w + n)·√n·u·‖aaᵀ‖ .
+
+    Then ⟨aaᵀ, ggᵀ⟩ is off by ⟨E, ggᵀ + F⟩ + ⟨aaᵀ + E, F⟩ - ⟨E, F⟩. By Cauchy
+    and Schwarz, ⟨E, ggᵀ + F⟩ is at most ‖E‖‖ggᵀ + F‖. The entries of E have a
+    bound of their own, (w + n)·u·Σ|a꜀ₛ||a꜀ₜ| over the chunks, in any order of
+    additions. With it the product is at most Σ|E|ₛₜ|ggᵀ + F|ₛₜ. Where positions
+    have little to do with each other, that loses a factor of √T. But it is far
+    less where ggᵀ is nearly diagonal, as it is where each position has a label
+    of its own. The smaller one counts.
 
     In the same way the sum of gradients adds up aₜgₜᵀ over T positions. The
     squared norm of such a sum over some of the positions is a sum of entries
@@ -450,13 +560,12 @@ def _product(value, a, g) -> Product:
     """
     dtype, count = value.dtype, a.count
     unit, tiny = roundoff(dtype, 1), np.finfo(dtype.as_numpy_dtype).tiny
-    of_a = roundoff(dtype, additions(a.width))
-    of_g = roundoff(dtype, additions(g.width))
-    most = a.norm * g.norm
-    error = (of_a + of_g + of_a * of_g + sum_roundoff(dtype, count)) * most
-    error += unit * (a.trace * g.norm + a.norm * g.trace)
+    error = tf.minimum(a.error * g.norm, a.against)
+    error += tf.minimum(g.error * a.norm, g.against)
+    error += a.error * g.error + sum_roundoff(dtype, count) * a.norm * g.norm
     # Inner products that are too small to hold: |aₛ·aₜ| is at most Σ|aₜ|².
-    lost = a.width * g.trace + g.width * a.trace + count
+    # And so are products of lengths.
+    lost = 2 * (a.width * g.trace + g.width * a.trace + count)
     # Numbers are multiplied by their factors, and then by each other.
     sums = _sums_of_largest(a.rows * g.rows, count)
     drift = tf.sqrt(count) * tf.sqrt(sums)
@@ -503,28 +612,33 @@ def sum_of_products(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
 
 
 def _by_tiles(a, g):
-    """⟨aaᵀ, ggᵀ⟩ and the norms of the rows of aaᵀ and of ggᵀ."""
-
-    def norms(gram):
-        norms = _norms_of_rows(gram)
-        behind = [[0, 0]] * (norms.shape.rank - 1)
-        behind += [[0, TILE - tf.shape(norms)[-1]]]
-        return tf.pad(norms, behind)
+    """⟨aaᵀ, ggᵀ⟩, and the sizes of aaᵀ and of ggᵀ."""
 
     def tile(start):
         rows = slice(start, start + TILE)
-        gram_a = tf.matmul(a[..., rows, :], a, transpose_b=True)
-        gram_g = tf.matmul(g[..., rows, :], g, transpose_b=True)
-        return sum_of_products(gram_a, gram_g), norms(gram_a), norms(gram_g)
+        grams = gram(a, rows), gram(g, rows)
+        found = [sum_of_products(*(each.matrix for each in grams))]
+        for own, other in (grams, grams[::-1]):
+            norms = _norms_of_rows(own.matrix)
+            behind = [[0, 0]] * (norms.shape.rank - 1)
+            behind += [[0, TILE - tf.shape(norms)[-1]]]
+            against = own.against(other, rows)
+            found += [tf.pad(norms, behind), against]
+        return tuple(found)
 
-    value, *rows = tf.map_fn(
+    value, *found = tf.map_fn(
         tile,
         tf.range(0, tf.shape(a)[-2], TILE),
-        fn_output_signature=(a.dtype,) * 3,
+        fn_output_signature=(a.dtype,) * 5,
         parallel_iterations=1,
     )
     value = tf.reduce_sum(tf.cast(value, tf.float64), 0)
-    return tf.cast(value, a.dtype), *map(_side_by_side, rows)
+    sizes = [tf.cast(value, a.dtype)]
+    for tensor, rows, against in ((a, *found[:2]), (g, *found[2:])):
+        no_rows = gram(tensor, slice(0, 0))
+        against = tf.reduce_sum(against, 0)
+        sizes.append(_Size.of(no_rows, _side_by_side(rows), against))
+    return sizes
 
 
 def _side_by_side(tiles):
@@ -549,20 +663,18 @@ def _with_lost(squares, width):
 
 
 def additions(width: int) -> float:
-    """How often ‖aaᵀ‖ may be lost to roundoff, for vectors of this width.
+    """How often ‖aaᵀ‖ may be lost to roundoff, for vectors of up to 1024.
 
     As often as there are additions, in general. The matrix products of CPUs
-    add up runs of terms, and then these sums. (Measured: runs of 512 up to a
-    width of 1024 and of 1024 above it with oneDNN, of 384 at most without.)
-    The squared norms of the Gram matrices of runs add up to ‖aaᵀ‖² at most,
-    and so, by Cauchy and Schwarz, their norms times the lengths of the runs to
-    ‖aaᵀ‖ times the root of the sum of squared lengths.
+    add up runs of terms, and then these sums. (Measured: runs of 512 with
+    oneDNN, of 384 at most without.) The squared norms of the Gram matrices of
+    runs add up to ‖aaᵀ‖² at most, and so, by Cauchy and Schwarz, their norms
+    times the lengths of the runs to ‖aaᵀ‖ times the root of the sum of squared
+    lengths.
     """
-    run = 512 if width <= 1024 else 1024
-    if width <= run or not _keras.on_cpu():
+    if width <= 512 or not _keras.on_cpu():
         return width
-    full, rest = divmod(width, run)
-    return math.hypot(math.sqrt(full) * run, rest) + full + 1
+    return math.hypot(512, width - 512) + 1
 
 
 def roundoff(dtype: tf.DType, count: Any) -> Any:
