@@ -6,7 +6,8 @@ First the layerwise decisions of mixed ghost clipping (Bu, Mao & Xu, 2022,
 table 3; Bu et al., 2023, tables 4 and 10) from the planner's own formulas,
 for images of 224 x 224. Then time and peak memory of every method on three of
 the workloads, each in a process of its own; progress goes to the standard
-error. With `--plot FILE` and the `plots` extra, a picture of these as well.
+error. `--out FILE` writes the tables to a file as well, and with `--plot FILE`
+and the `plots` extra there is a picture.
 """
 
 import argparse
@@ -194,15 +195,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--decisions-only", action="store_true")
+    parser.add_argument("--out", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE")
     arguments = parser.parse_args()
-    console = rich.console.Console(width=100)
+    console = rich.console.Console(width=100, record=True)
     console.print(machine.description(), highlight=False)
     decisions(console)
     if not arguments.decisions_only:
         rows = measure(console, arguments.steps)
         if arguments.plot:
             plot(rows, arguments.plot)
+    if arguments.out:
+        with open(arguments.out, "w") as file:
+            file.write(console.export_text())
 
 
 if __name__ == "__main__":
