@@ -16,6 +16,7 @@ to plain training, and for `auto` its time over that of the best named method.
 
 import argparse
 import multiprocessing
+import random
 import statistics
 import time
 import warnings
@@ -136,8 +137,11 @@ def compare(name, modes, steps, seconds, report):
         else:
             report(f"{name} {mode}: left out, {problem.splitlines()[0]}")
             process.stop()
-    for _ in range(steps):
-        for process in running.values():
+    order = list(running.values())
+    for number in range(steps):
+        # None comes always behind the same other one.
+        random.Random(number).shuffle(order)
+        for process in order:
             # Those that take long have had enough, but never too few.
             if sum(process.times) < seconds or not process.times:
                 process.step()

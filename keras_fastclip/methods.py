@@ -140,6 +140,8 @@ def choose(
         return chosen
     places = [i for i, part in enumerate(traits) if part.item is not None]
     items = with_ways([traits[i].item for i in places], limits.ways)
+    if items:  # What comes first has the data for its input.
+        items[0] = dataclasses.replace(items[0], frees_input=False)
     budget = limits.budget
     if budget is None:
         budget = planner.default_budget(items, *numbers, limits.batch)

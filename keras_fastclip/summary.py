@@ -13,7 +13,7 @@ import rich.table
 
 from keras_fastclip.capture import Plan
 from keras_fastclip.methods import Limits, Method, choose
-from keras_fastclip.planner import required
+from keras_fastclip.planner import taken
 from keras_fastclip.sampling import as_arrays, some
 
 
@@ -172,7 +172,7 @@ def _by_layer(plan: Plan, method: Method, limits: Limits) -> dict[str, tuple]:
     return {
         path: (
             str(max(pairs, key=lambda pair: pair[0].weights)[1].way),
-            required([choice for _, choice in pairs]),
+            taken([choice for _, choice in pairs]),
             _seconds(pairs, limits),
         )
         for path, pairs in found.items()

@@ -602,6 +602,11 @@ class ConvolutionKernel(Kernel):
     has_loop: bool = True
 
     @property
+    def input(self):
+        # Each pixel once, rather than in all patches that hold it.
+        return self.rows * math.prod(self.image)
+
+    @property
     def forms(self):
         loop = ("loop",) if self.has_loop else ()
         return ("offsets", "blocks", *loop, "rows", "patches")

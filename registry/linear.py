@@ -82,6 +82,11 @@ class Kernel:
         return self.blocks * self.positions * self.outputs
 
     @property
+    def input(self) -> int:
+        """Numbers in the input of an example."""
+        return self.blocks * self.positions * self.inputs
+
+    @property
     def gram(self) -> int:
         """Numbers in the two Gram matrices of an example."""
         return 2 * self.blocks * self.positions**2 if self.positions > 1 else 0
