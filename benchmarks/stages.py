@@ -98,7 +98,7 @@ def main():
     parser.add_argument("--workload", default=",".join(WORKLOADS))
     parser.add_argument("--out", metavar="FILE")
     arguments = parser.parse_args()
-    console = rich.console.Console(width=80, record=True)
+    console = rich.console.Console(width=100, record=True)
     console.print(machine.description(), highlight=False)
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
     for column in ("workload", "", *STAGES, "all", "budget"):
