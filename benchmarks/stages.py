@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from benchmarks import machine, run
 from benchmarks.processes import measured
+from benchmarks.soak import resident
 from benchmarks.workloads import ALL, WORKLOADS
 from keras_fastclip import heap, methods, planner, sampling
 
@@ -33,8 +34,7 @@ STAGES = ("model", "check", "plan", "graph", "ready", "step")
 def _held():
     """Megabytes that are not free."""
     heap.give_back()
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 2**20
+    return resident() / 2**20
 
 
 def _peak():

@@ -14,8 +14,8 @@ where plain training would have let it go; what is kept takes its place. And it
 takes the place of the input a: plain training holds that until the backward
 pass has come to the layer, and so does keeping; the other two need it for the
 sum. So to keep costs no more than what Bdp exceeds the input by. (A BERT-like
-model that keeps all its gradients, 400 MB, was measured to take 40 MB less than
-one that keeps few.)
+model that keeps all its gradients, 400 MB, takes no more memory than one that
+keeps none: `python -m benchmarks.compare --workload bert --modes opacus,bk`.)
 
 Each can be taken in several forms, told by a name behind a colon: all examples
 at once ("batched", or by the offsets of a convolution), in "blocks" that stay
