@@ -5,8 +5,12 @@ Keras changes what it relies on.
 """
 
 import contextlib
+import errno
 import functools
+import io
 import os
+import pathlib
+import shutil
 import threading
 import zipfile
 from typing import Any
@@ -22,10 +26,17 @@ from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
-from keras.src.saving.saving_lib import H5IOStore, ShardedH5IOStore
+from keras.src.saving.saving_lib import (
+    H5IOStore,
+    ShardedH5IOStore,
+    _save_state,
+    save_weights_only,
+)
 from keras.src.trainers.data_adapters.data_adapter_utils import (
     class_weight_to_sample_weights,
 )
+from keras.src.utils.file_utils import is_remote_path
+from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 from keras.src.utils.python_utils import pythonify_logs
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context as tf_context
@@ -559,6 +570,54 @@ def weights_store(path: str | os.PathLike):
             store = H5IOStore(path, mode="r")
         stack.callback(store.close)
         yield store
+
+
+def save_weights(
+    model: keras.Model,
+    path: str | os.PathLike,
+    overwrite: bool = True,
+    max_shard_size: float | None = None,
+) -> None:
+    """`keras.Model.save_weights` that ends in an error when the disk is full.
+
+    There HDF5 crashes the process. So it writes to memory, as it does for
+    `.keras` files, and Python writes to the disk: the new file is whole, or the
+    old one is left. Shards, which are for weights that memory has no room for
+    twice, are written where there is room for them.
+    """
+    if is_remote_path(path):  # Keras writes it here first, then there.
+        save_weights_only(model, path, max_shard_size)
+        return
+    path = pathlib.Path(path)
+    if not overwrite and path.exists():
+        if not ask_to_proceed_with_overwrite(str(path)):
+            return
+    if max_shard_size is not None:
+        _require_room(path.parent, model)
+        save_weights_only(model, path, max_shard_size)
+        return
+    if not (model.built and path.name.endswith(".weights.h5")):
+        save_weights_only(model, path)  # It says what is wrong.
+    buffer = io.BytesIO()
+    store = H5IOStore(buffer, mode="w")
+    _save_state(model, store, None, "", set())
+    store.close()
+    new = path.with_name(f"new-{path.name}")
+    try:
+        new.write_bytes(buffer.getbuffer())
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _require_room(folder, model):
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(optimizer.variables if optimizer else [])]
+    size = sum(np.asarray(variable).nbytes for variable in variables)
+    free = shutil.disk_usage(folder).free
+    if free < 1.1 * size + 2**20:
+        reason = f"{os.strerror(errno.ENOSPC)}: {free:,} bytes for weights of"
+        raise OSError(errno.ENOSPC, f"{reason} {size:,}", str(folder))
 
 
 def train_on(model: keras.Model, data: Any, return_dict: bool) -> Any:

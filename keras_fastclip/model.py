@@ -323,6 +323,10 @@ class PrivateTraining:
             privacy.require_room(self)
             return step()
 
+    @functools.wraps(keras.Model.save_weights)
+    def save_weights(self, filepath, overwrite=True, max_shard_size=None):
+        _keras.save_weights(self, filepath, overwrite, max_shard_size)
+
     def set_privacy(self, **changes) -> None:
         """Changes privacy arguments, usually between two calls of `fit`.
 

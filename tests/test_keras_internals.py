@@ -455,6 +455,36 @@ def test_saveable_attributes_are_in_the_file_and_passed_over(name, tmp_path):
     plain.load_weights(tmp_path / name)
 
 
+def test_weights_are_saved_as_keras_saves_them(tmp_path, monkeypatch):
+    def model():
+        made = keras.Sequential([layers.Input((2,)), layers.Dense(1)])
+        made.compile("adam", "mse")
+        made.optimizer.build(made.trainable_variables)
+        return made
+
+    saved, path = model(), tmp_path / "own.weights.h5"
+    _keras.save_weights(saved, path)
+    saved.save_weights(tmp_path / "keras.weights.h5")
+    own, theirs = model(), model()
+    own.load_weights(path)
+    theirs.load_weights(tmp_path / "keras.weights.h5")
+    for loaded in (own, theirs):
+        for kept, found in zip(saved.variables, loaded.variables, strict=True):
+            np.testing.assert_array_equal(kept, found)
+    answers = iter([False, True])
+    monkeypatch.setattr(
+        _keras, "ask_to_proceed_with_overwrite", lambda _: next(answers)
+    )
+    for answered in (False, True):
+        path.write_bytes(b"old")
+        _keras.save_weights(model(), path, overwrite=False)
+        assert (path.read_bytes() != b"old") == answered
+    with pytest.raises(ValueError, match="must end in `.weights.h5`"):
+        _keras.save_weights(saved, tmp_path / "own.h5")
+    with pytest.raises(ValueError, match="not yet been built"):
+        _keras.save_weights(keras.Sequential([layers.Dense(1)]), path)
+
+
 def test_a_step_can_be_made_on_any_data():
     seen = []
 
