@@ -38,9 +38,14 @@ def clock(kernel: Kernel, way: Way, jit_compile: bool = False) -> float:
         return _measured(kernel, way, jit_compile)
     # The norm, and the sum as plain training takes it.
     norm = way if way.ghost else dataclasses.replace(way, keep=True)
-    return _measured(kernel, norm, jit_compile) + _measured(
-        kernel, None, jit_compile
+    return _measured(kernel, norm, jit_compile) + plain_clock(
+        kernel, jit_compile
     )
+
+
+def plain_clock(kernel: Kernel, jit_compile: bool = False) -> float:
+    """Seconds for the sum of gradients as plain training takes it."""
+    return _measured(kernel, None, jit_compile)
 
 
 @functools.cache
