@@ -1,14 +1,7 @@
-import gc
-
 import keras
 import pytest
 
 from keras_fastclip import planner, timing
-
-# Graphs are many small objects, and looking for rings among all of them, those
-# of TensorFlow included, took a tenth of the time of the tests.
-gc.freeze()
-gc.set_threshold(100_000, 20, 50)
 
 
 @pytest.fixture

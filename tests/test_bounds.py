@@ -132,7 +132,7 @@ def test_ghost_norms_of_constant_inputs_are_not_too_small(
     """All terms are rounded the same way, and XLA adds them one by one."""
     a = tf.fill([1, positions, 3], value)
     g = tf.fill([1, positions, 5], value)
-    norm = tf.function(linear.ghost_norm, jit_compile=jit)
+    norm = tf.function(linear.ghost_norm, jit_compile=jit, autograph=False)
     exact = 15 * (positions * np.float64(np.float32(value)) ** 2) ** 2
     assert norm(a, g).numpy()[0] >= exact
     assert norm(a, g).numpy()[0] <= exact * (1 + 1e-5 + 1.4e-7 * positions)
@@ -142,7 +142,7 @@ def test_ghost_norms_of_constant_inputs_are_not_too_small(
 @pytest.mark.parametrize("norm", [squared_norm, lambda g: norm_of_one([g])])
 def test_a_million_equal_squares_are_not_too_small(norm, jit):
     """Nor are they with XLA, which would add them one after the other."""
-    compiled = tf.function(norm, jit_compile=jit)
+    compiled = tf.function(norm, jit_compile=jit, autograph=False)
     for value in np.linspace(0.5, 1, 60, dtype="float32"):
         gradient = tf.fill([1, 1024, 1024], value)
         exact = 2**20 * np.float64(value) ** 2
@@ -405,7 +405,7 @@ def test_patches_that_cancel(pattern, channels, form):
 @pytest.mark.parametrize("width", [256, 512, 2048, 4096])
 def test_ghost_norms_of_wide_constant_inputs_are_not_too_small(width, jit):
     """Long inner products, all terms of which are rounded the same way."""
-    norm = tf.function(linear.ghost_norm, jit_compile=jit)
+    norm = tf.function(linear.ghost_norm, jit_compile=jit, autograph=False)
     for value in np.linspace(0.5, 1, 40, dtype="float32"):
         a = tf.fill([1, 16, width], value)
         exact = (16 * width * np.float64(value) ** 2) ** 2
@@ -443,7 +443,7 @@ def test_squares_that_are_lost_one_by_one(positions, width, way):
 @pytest.mark.parametrize("width", [256, 1024, 4096])
 @pytest.mark.parametrize("positions", [1, 2, 16])
 def test_norms_are_not_too_small_if_squares_are_lost(positions, width, jit):
-    norm = tf.function(linear.ghost_norm, jit_compile=jit)
+    norm = tf.function(linear.ghost_norm, jit_compile=jit, autograph=False)
     a = one_and_many((1, positions, width), 2, 2.0**-12)
     exact = (positions * (1 + (width - 1) * 2.0**-24)) ** 2
     a = tf.constant(a, "float32")

@@ -166,6 +166,7 @@ def check_rule_in_graph(layer, x, shape, rows=ONE_ROW, jit_compile=False):
             tf.TensorSpec(None, g.dtype),
         ],
         jit_compile=jit_compile,
+        autograph=False,
     )
     tf.nest.map_structure(assert_close, graph(x, g), results(x, g))
 

@@ -225,7 +225,7 @@ def test_compiled_channels_first_equals_channels_last(padding):
             for term in call.terms
         ]
 
-    @tf.function(jit_compile=True)
+    @tf.function(jit_compile=True, autograph=False)
     def compiled(x, g):
         return results(first, x, g)
 
@@ -398,7 +398,7 @@ def test_blocks_that_do_not_divide_the_batch(monkeypatch, way, compiled):
         finite = tf.reduce_all(tf.math.is_finite(norms))
         return norms, list(part.weighted_sum(factors, finite).values())[0]
 
-    run = tf.function(sums, jit_compile=compiled)
+    run = tf.function(sums, jit_compile=compiled, autograph=False)
     for size in (1, 3, 7, 11, *((0,) if not compiled else ())):
         x = tf.constant(rng.normal(size=[size, 5, 5, 2]))
         g = tf.constant(rng.normal(size=[size, 5, 5, 4]))
