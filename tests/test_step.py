@@ -297,3 +297,32 @@ def test_longer_sequences_than_were_checked_are_checked_again():
 
     with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
         any_length(tf.ones((1, 16, 3)))
+
+
+@pytest.mark.parametrize("how", ["fit", "train_step", "clipped_gradients"])
+def test_nothing_is_converted_by_autograph(how):
+    """Neither in `fit` nor in a function of one's own, where it takes long."""
+    seen = []
+
+    class Look(layers.Layer):
+        def call(self, x):
+            status = tf.__internal__.autograph.control_status_ctx().status
+            seen.append((tf.inside_function(), status.name))
+            return x
+
+    model = keras_fastclip.DPSequential(
+        [keras.Input((5,)), Look(), layers.Dense(3)],
+        l2_norm_clip=CLIP,
+        noise_multiplier=1.0,
+        expected_batch_size=BATCH,
+    )
+    model.compile("sgd", cross_entropy(), jit_compile=False)
+    x, y = tf.constant(random(BATCH, 5)), tf.constant(labels(BATCH))
+    if how == "fit":
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+    elif how == "train_step":
+        tf.function(model.train_step)((x, y))
+    else:
+        tf.function(model.clipped_gradients)(x, y)
+    traced = {status for inside, status in seen if inside}
+    assert "DISABLED" in traced and "ENABLED" not in traced
