@@ -127,16 +127,26 @@ class Process:
         self._connection.close()
 
 
+def _groups(modes):
+    """Modes that start together: pairs, but alone what then times kernels."""
+    planned = [mode for mode in modes if mode.startswith("auto")]
+    others = [mode for mode in modes if mode not in planned]
+    pairs = [others[i : i + 2] for i in range(0, len(others), 2)]
+    return [*pairs, *([mode] for mode in planned)]
+
+
 def compare(name, modes, steps, seconds, report):
     """Median seconds, number of steps and memory by mode, if it can run."""
     running = {}
-    for mode in modes:
-        process = Process(name, mode)
-        if (problem := process.start()) is None:
-            running[mode] = process
-        else:
-            report(f"{name} {mode}: left out, {problem.splitlines()[0]}")
-            process.stop()
+    for group in _groups(modes):
+        begun = {mode: Process(name, mode) for mode in group}
+        for mode, process in begun.items():
+            if (problem := process.start()) is None:
+                running[mode] = process
+            else:
+                report(f"{name} {mode}: left out, {problem.splitlines()[0]}")
+                process.stop()
+    running = {mode: running[mode] for mode in modes if mode in running}
     order = list(running.values())
     for number in range(steps):
         # None comes always behind the same other one.

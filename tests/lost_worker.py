@@ -29,7 +29,7 @@ class Progress(keras.callbacks.Callback):
 
 
 def main(folder):
-    strategy = processes.strategy()
+    strategy = processes.strategy(heartbeat=40)
     with strategy.scope():
         model = counting_model.make()
     index = strategy.cluster_resolver.task_id

@@ -29,15 +29,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 
-def strategy():
+def strategy(heartbeat=3600):
     """The strategy of a worker; of one that rests a while, too.
 
     On a busy machine a process may have to, and is not lost then.
+
+    Args:
+        heartbeat: seconds without a sign of life after which a worker is lost.
     """
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader="/job:worker/replica:0/task:0",
-        heartbeat_timeout_in_ms=3_600_000,
+        heartbeat_timeout_in_ms=1000 * heartbeat,
     )
     return tf.distribute.MultiWorkerMirroredStrategy()
 

@@ -44,8 +44,8 @@ def test_a_run_that_loses_workers_resumes_with_a_right_ledger(tmp_path):
             assert codes == [None, None], processes.output(tmp_path)
             both[victim].kill()
             # The other one neither waits for ever nor goes on by itself.
-            both[1 - victim].join()
-            assert both[1 - victim].exitcode != 0
+            both[1 - victim].join(120)
+            assert both[1 - victim].exitcode, processes.output(tmp_path)
     with processes.started(main, tmp_path) as both:
         codes = processes.wait(both)
     assert codes == [0, 0], processes.output(tmp_path)
