@@ -102,7 +102,7 @@ def main():
     parser.add_argument("--out", metavar="FILE")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    console = rich.console.Console(width=80, record=True)
+    console = rich.console.Console(width=100, record=True)
     console.print(machine.description(), highlight=False)
     by_step = table_of("workload", *KINDS)
     by_kernel = table_of(
