@@ -8,6 +8,7 @@ import contextlib
 import errno
 import functools
 import io
+import math
 import os
 import pathlib
 import shutil
@@ -613,7 +614,10 @@ def save_weights(
 def _require_room(folder, model):
     optimizer = getattr(model, "optimizer", None)
     variables = [*model.variables, *(optimizer.variables if optimizer else [])]
-    size = sum(np.asarray(variable).nbytes for variable in variables)
+    size = sum(
+        math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+        for variable in variables
+    )
     free = shutil.disk_usage(folder).free
     if free < 1.1 * size + 2**20:
         reason = f"{os.strerror(errno.ENOSPC)}: {free:,} bytes for weights of"

@@ -117,8 +117,8 @@ class PrivateTraining:
 
     _privacy: Privacy
 
-    # As in `fit`: nothing here needs conversion, which would take half of the
-    # time of tracing in a `tf.function` of one's own.
+    # As in `fit`: nothing here needs conversion, which would take long in a
+    # `tf.function` of one's own.
     @tf.autograph.experimental.do_not_convert
     def train_step(self, data: Any) -> dict[str, Any]:
         """One step of differentially private training.
