@@ -354,9 +354,7 @@ class Recording:
                 continue
             reached.add(call.key)
             g = [
-                tf.zeros_like(zeta)
-                if part is None
-                else tf.ensure_shape(part, zeta.shape)
+                tf.zeros_like(zeta) if part is None else _shaped(part, zeta)
                 for zeta, part in zip(call.zetas, g, strict=True)
             ]
             g = g[0] if call.single else g
@@ -383,6 +381,13 @@ class Recording:
             unconnected_gradients=tf.UnconnectedGradients.ZERO,
         )
         return [tf.convert_to_tensor(gradient) for gradient in found]
+
+
+def _shaped(g, zeta):
+    """g with the shape of ζ; a backward pass may have lost it."""
+    if g.shape.as_list() == zeta.shape.as_list():
+        return g  # Some rules know the very tensor again.
+    return tf.ensure_shape(g, zeta.shape)
 
 
 def facts_of(calls: list[Call]) -> tuple[tuple[Unit, Facts], ...]:

@@ -65,14 +65,17 @@ def _measured(kernel: Kernel, way: Way | None, jit_compile: bool) -> float:
         examples = kernel.ghost_block if way.ghost else kernel.block
     with _keras.eager_scope():
         term, g = kernel.sample(examples)
+        # As in a step whose norms are finite: known when it runs, not before.
+        finite = tf.Variable(True, trainable=False)
 
         def run():
             part = Part([Use(term, g, Rows(kernel.rows), None)])
             if way is None:
-                return list(part.weighted_sum(tf.ones([examples])).values())
+                sums = part.weighted_sum(tf.ones([examples]), finite)
+                return list(sums.values())
             part.way = way
             norms = part.squared_norms()
-            sums = part.weighted_sum(norms) if way.keep else {}
+            sums = part.weighted_sum(norms, finite) if way.keep else {}
             return [norms, *sums.values()]
 
         step = tf.function(run, jit_compile=jit_compile, autograph=False)

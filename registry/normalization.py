@@ -1,12 +1,15 @@
 """Rules for normalizations whose scale and offset act by broadcasting.
 
 ζ is the output x̂·γ + β, where x̂, the normalized input, depends on no weight.
-The layer itself computes x̂, with γ = 1 and β = 0 in place of its weights.
+The layer itself computes x̂, with γ = 1 and β = 0 in place of its weights. But
+for groups of channels there is a faster way, since what the backward pass needs
+are the gradients of γ and β by example.
 """
 
 import keras
 import tensorflow as tf
 
+from keras_fastclip.registry.dense import positions
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.terms import Small, at_least_float32
 
@@ -29,7 +32,92 @@ def rms_normalization(layer, x):
 
 @register(keras.layers.GroupNormalization)
 def group_normalization(layer, inputs):
-    return _affine(layer, inputs, layer.gamma, layer.beta)
+    (axis,) = _axes(layer.axis, inputs.shape.rank)
+    if axis != inputs.shape.rank - 1:
+        return _affine(layer, inputs, layer.gamma, layer.beta)
+    groups = _Groups(layer, at_least_float32(inputs))
+    zeta = tf.cast(groups.zeta, layer.compute_dtype)
+    terms = [
+        Small(weight, lambda g, i=i: groups.sums(g)[i])
+        for i, weight in enumerate((layer.gamma, layer.beta))
+        if weight is not None
+    ]
+    return zeta, terms
+
+
+class _Groups:
+    """Groups of channels, normalized over all positions; channels come last.
+
+    With d = x - mean(x), r = 1/σ and h = g·γ, the cotangent of x is
+
+        r·(h - mean(h) - x̂·mean(h·x̂)) ,   x̂ = d·r .
+
+    Both means follow from Σg·x̂ and Σg over the positions, which are the
+    gradients of γ and β by example: they are taken once for both. And a sum
+    over positions first, then over the channels of a group, takes a CPU a
+    fifth of the time of a sum over both. Forward and backward pass take half
+    the time of what TensorFlow makes of Keras's, with all gradients of γ and β.
+
+    Attributes:
+        zeta: the output.
+    """
+
+    def __init__(self, layer, inputs):
+        self._groups, self._epsilon = layer.groups, layer.epsilon
+        self._latest = None
+        width = inputs.shape[-1]
+        gamma, beta = (
+            tf.fill([width], tf.constant(neutral, inputs.dtype))
+            if weight is None
+            else tf.cast(tf.convert_to_tensor(weight), inputs.dtype)
+            for weight, neutral in ((layer.gamma, 1), (layer.beta, 0))
+        )
+        self.zeta = tf.ensure_shape(self._run(inputs, gamma, beta), inputs.shape)
+
+    def _run(self, inputs, gamma, beta):
+        @tf.custom_gradient
+        def run(inputs, gamma, beta):
+            x = positions(inputs)
+            d = x - self._mean(tf.reduce_mean(x, 1))[:, None]
+            variance = self._mean(tf.reduce_mean(tf.square(d), 1))
+            r = tf.math.rsqrt(variance + self._epsilon)
+            scale = r * gamma
+            zeta = d * scale[:, None] + beta
+            self._d, self._r = d, r
+            count = tf.cast(tf.shape(x)[1], x.dtype)
+
+            def backward(g):
+                of_gamma, of_beta = sums = self._sums(g)
+                self._latest = g, sums
+                mean = r * self._mean(gamma * of_beta) / count
+                slope = r * r * self._mean(gamma * of_gamma) / count
+                away = d * slope[:, None] + mean[:, None]
+                dx = positions(g) * scale[:, None] - away
+                total = [tf.reduce_sum(each, 0) for each in sums]
+                return tf.reshape(dx, tf.shape(inputs)), *total
+
+            return tf.reshape(zeta, tf.shape(inputs)), backward
+
+        return run(inputs, gamma, beta)
+
+    def _mean(self, by_channel):
+        """(rows, channels), means over the channels of a group for each."""
+        width = by_channel.shape[-1]
+        each = width // self._groups
+        groups = tf.reshape(by_channel, [-1, self._groups, each])
+        means = tf.reduce_mean(groups, -1, keepdims=True)
+        return tf.reshape(tf.tile(means, [1, 1, each]), [-1, width])
+
+    def sums(self, g):
+        """Σg·x̂ and Σg over the positions of each row, (rows, channels)."""
+        if self._latest is not None and self._latest[0] is g:
+            return self._latest[1]
+        return self._sums(g)
+
+    def _sums(self, g):
+        g = positions(g)
+        of_gamma = self._r * tf.reduce_sum(g * self._d, 1)
+        return of_gamma, tf.reduce_sum(g, 1)
 
 
 def _affine(layer, inputs, gamma, beta):

@@ -16,6 +16,7 @@ than stay in the caches.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -66,10 +67,10 @@ class _Turns(_Loop):
         In the last turn the last example may be taken again; what comes of it
         goes behind all others.
         """
-        rows = tf.minimum(self.places(turn), self.count - 1)
+        places = tf.minimum(self.places(turn), self.count - 1)
         return [
-            self.function(*(_row(tensor, row) for tensor in self.tensors))
-            for row in tf.unstack(rows)
+            self.function(*(rows(tensor, row, 1) for tensor in self.tensors))
+            for row in tf.unstack(places)
         ]
 
     def places(self, turn):
@@ -81,14 +82,15 @@ class _Turns(_Loop):
         return tf.TensorArray(dtype, self.number, element_shape=[AT_ONCE])
 
 
-def _row(tensor, index):
-    """(1, ...), without a copy where TensorFlow can do so."""
+def rows(tensor: tf.Tensor, start: tf.Tensor, count: Any) -> tf.Tensor:
+    """So many rows from a given one, without a copy where that can be."""
     shape = tensor.shape[1:]
-    sizes = [1, *shape]
+    sizes = [count, *shape]
     if not shape.is_fully_defined():
-        sizes = tf.concat([[1], tf.shape(tensor)[1:]], 0)
-    row = tf.slice(tensor, index * ([1] + [0] * shape.rank), sizes)
-    return tf.ensure_shape(row, [1, *shape])
+        sizes = tf.concat([[count], tf.shape(tensor)[1:]], 0)
+    found = tf.slice(tensor, start * ([1] + [0] * shape.rank), sizes)
+    known = count if isinstance(count, int) else None
+    return tf.ensure_shape(found, [known, *shape])
 
 
 def norms_in_turns(
@@ -197,23 +199,37 @@ def _zeros(shapes, dtype):
 
 
 class _Blocks(_Loop):
-    """Blocks of examples, nearly equal ones, of so many at the most."""
+    """Blocks of examples, equally many in each, of so many at the most.
+
+    The last one begins early enough to be as large as the others, so its first
+    examples may have been in the one before; what comes of these is dropped.
+    Each is a slice of consecutive rows, for which TensorFlow makes no copy.
+    """
 
     def __init__(self, tensors, most):
         self.tensors, self.dtype = tensors, tensors[0].dtype
         self.count = tf.shape(tensors[0])[0]
         self.number = tf.maximum(-(-self.count // most), 1)
         self.size = -(-self.count // self.number)
+        self._before_last = (self.number - 1) * self.size
 
     def block(self, turn):
-        """The tensors of a block.
+        """The tensors of a block."""
+        start = tf.minimum(turn * self.size, self.count - self.size)
+        return [rows(tensor, start, self.size) for tensor in self.tensors]
 
-        In the last one the last example may be taken again; what comes of it
-        goes behind all others.
-        """
-        rows = turn * self.size + tf.range(self.size)
-        rows = tf.minimum(rows, self.count - 1)
-        return [tf.gather(tensor, rows) for tensor in self.tensors]
+    def in_order(self, norms):
+        norms = tf.reshape(norms.stack(), [-1])
+        again = self.number * self.size - self.count
+        before = self._before_last
+        return tf.concat([norms[:before], norms[before + again :]], 0)
+
+    def by_block(self, values):
+        """(B,) -> (number, size), with zeros for examples that come again."""
+        before = self._before_last
+        again = tf.zeros([self.number * self.size - self.count], values.dtype)
+        values = tf.concat([values[:before], again, values[before:]], 0)
+        return tf.reshape(values, [self.number, self.size])
 
     def array(self):
         """An array that takes what comes of the blocks."""
@@ -283,9 +299,7 @@ class KeptInBlocks:
     def weighted_sum(self, factors: Factors) -> list[tf.Tensor]:
         """Σᵢ cᵢ·gradientᵢ, without the examples of factor zero."""
         blocks = self._blocks
-        behind = [[0, blocks.number * blocks.size - blocks.count]]
-        values = tf.pad(tf.cast(factors.values, blocks.dtype), behind)
-        values = tf.reshape(values, [blocks.number, blocks.size])
+        values = blocks.by_block(tf.cast(factors.values, blocks.dtype))
 
         def body(turn, *sums):
             own = Factors(values[turn], factors.finite)
