@@ -33,6 +33,8 @@ WORDS = 3
 ALIGNMENT = 64
 # What is encrypted, again and again; fits into caches.
 ZEROS = memoryview(bytes(1 << 18))
+# Pairs that NumPy works on at a time; their numbers stay in caches.
+BLOCK = 1 << 14
 # (ln(1 + t) - t + t²/2)/t³ for 1 + t between √½ and √2, fitted at Chebyshev's
 # points; the logarithm is right to 10⁻⁷ of itself. Highest power first.
 LOG_SERIES = (
@@ -89,6 +91,53 @@ def normal(
     return radius * cosine, radius * sine
 
 
+def normal_by_numpy(words: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Normal values, two for each column of the words, shape (2, pairs).
+
+    There is nothing to compile. In float32 it takes twice the time of `normal`
+    compiled by XLA: 5 ns of a processor's time a value against 2.7.
+    """
+    values = np.empty((2, words.shape[1]), dtype)
+    k, angles = _long_words(words), words[2].view(np.int32)
+    log_uniform = _log_uniform_exactly
+    if values.dtype == np.float32:
+        log_uniform = _log_uniform_quickly
+    for start in range(0, len(angles), BLOCK):
+        some = slice(start, start + BLOCK)
+        radius = log_uniform(k[some])
+        radius *= -2
+        radius = np.sqrt(radius.astype(dtype))
+        turn = angles[some].astype(dtype)
+        turn *= turn.dtype.type(2 * math.pi * 2.0**-32)
+        np.multiply(np.cos(turn), radius, out=values[0, some])
+        np.multiply(np.sin(turn, out=turn), radius, out=values[1, some])
+    return values
+
+
+def _long_words(words):
+    """One integer of 64 bits for each pair."""
+    return words[:2].reshape(-1).view(np.uint64)
+
+
+def _log_uniform_exactly(k):
+    """ln u of u = (k + ½)/2⁶⁴, with the precision of float64."""
+    u, rest = (k + 0.5) * 2.0**-64, (~k + 0.5) * 2.0**-64
+    with np.errstate(divide="ignore"):
+        return np.where(u < 0.5, np.log(u), np.log1p(-rest))
+
+
+def _log_uniform_quickly(k):
+    """The same with that of float32: only where u is near 1 is it hard."""
+    log = k.astype(np.float64)
+    log += 0.5
+    log *= 2.0**-64
+    np.log(log, out=log)
+    hard = k > np.uint64(2**64 - 2**44)
+    if hard.any():
+        log[hard] = _log_uniform_exactly(k[hard])
+    return log
+
+
 def scattered(size: int, chance: float, name: Hashable = None) -> np.ndarray:
     """Places below `size`, each with the same chance, independently.
 
@@ -107,11 +156,9 @@ def scattered(size: int, chance: float, name: Hashable = None) -> np.ndarray:
     found, last = [], -1
     while last < size:
         part = None if name is None else (name, len(found))
-        words = random_words(count, part).astype(np.uint64)
-        k = (words[0] << np.uint64(32)) | words[1]
-        u, rest = (k + 0.5) * 2.0**-64, (~k + 0.5) * 2.0**-64
+        words = _long_words(random_words(count, part))
+        exponential = -_log_uniform_exactly(words)
         with np.errstate(divide="ignore"):
-            exponential = -np.where(u < 0.5, np.log(u), np.log1p(-rest))
             passed = exponential / -np.log1p(-chance)
         # Sums of these must not overflow.
         gaps = np.minimum(passed, size).astype(np.int64) + 1

@@ -20,9 +20,10 @@ from keras_fastclip import _keras, keystream, rounded
 PHILOX = 1
 # Counters of one step: more weights than any model has.
 STREAMS_PER_STEP = 1 << 20
-# Sums of fewer values get their noise together. For fewer in all, nothing is
-# compiled.
+# Sums of fewer values get their noise together.
 SMALL = 1 << 16
+# For fewer values in all, nothing is compiled: XLA takes some 60 MB.
+COMPILED_FROM = 1 << 21
 # Longer ones get it in pieces, so many at a time: more would hold memory.
 PIECE = 1 << 20
 IN_FLIGHT = 2
@@ -86,6 +87,8 @@ class GaussianNoise:
             return self._add_on_device(sums, stddev, step, divisor, numbers)
         stddev = tf.cast(stddev, tf.float64)
         divisor = tf.constant(divisor, tf.float64)
+        sizes = [total.shape.num_elements() or 0 for total in sums]
+        compiled = sum(sizes) >= COMPILED_FROM
         parts = []
 
         def add(flat, place):
@@ -94,12 +97,15 @@ class GaussianNoise:
             for piece in _pieces(flat):
                 waits = [] if len(parts) < IN_FLIGHT else parts[-IN_FLIGHT]
                 name = numbers[place], len(parts) - first
-                words = self._words(piece, step, name, waits)
                 size = piece.shape[0]
                 # For a size that varies it would be compiled again and again.
-                large = size is not None and size >= SMALL
-                noised = _compiled(piece.dtype) if large else _add_normal
-                parts.append(noised(piece, words, stddev, divisor))
+                if compiled and size is not None and size >= SMALL:
+                    words = self._words(piece, step, name, waits)
+                    noised = _compiled(piece.dtype)
+                    parts.append(noised(piece, words, stddev, divisor))
+                else:
+                    values = self._values(piece, step, name, waits)
+                    parts.append([_added(piece, values, stddev, divisor)])
             return tf.concat([h for part in parts[first:] for h in part], 0)
 
         return _in_groups(sums, add)
@@ -111,12 +117,24 @@ class GaussianNoise:
             pairs = (int(size) + 1) // 2
             return keystream.random_words(pairs, self._name(name, step))
 
-        with tf.control_dependencies([piece, *waits]):
-            words = tf.numpy_function(draw, [step, tf.size(piece)], tf.uint32)
+        words = _drawn(draw, piece, step, waits, tf.uint32)
         size = piece.shape[0]
-        pairs = None if size is None else (size + 1) // 2
-        words.set_shape([keystream.WORDS, pairs])
+        words.set_shape([keystream.WORDS, (size + 1) // 2])
         return words
+
+    def _values(self, piece, step, name, waits):
+        """Normal values to be added to others, drawn once these are there."""
+        dtype = piece.dtype.as_numpy_dtype
+
+        def draw(step, size):
+            pairs = (int(size) + 1) // 2
+            words = keystream.random_words(pairs, self._name(name, step))
+            values = keystream.normal_by_numpy(words, dtype)
+            return values.reshape(-1)[: int(size)]
+
+        values = _drawn(draw, piece, step, waits, piece.dtype)
+        values.set_shape(piece.shape)
+        return values
 
     def _name(self, number, step):
         """What repeatable values are made from; None for secret ones."""
@@ -266,17 +284,28 @@ def _pieces(flat):
     return [flat[start : start + each] for start in range(0, size, each)]
 
 
+def _drawn(draw, piece, step, waits, dtype):
+    """What NumPy draws for a piece of a sum, once that and others are there."""
+    with tf.control_dependencies([piece, *waits]):
+        return tf.numpy_function(draw, [step, tf.size(piece)], dtype)
+
+
+def _added(flat, values, stddev, divisor):
+    """(flat + noise) / divisor."""
+    scale = tf.cast(stddev / divisor, flat.dtype)
+    return flat * tf.cast(1 / divisor, flat.dtype) + scale * values
+
+
 def _add_normal(flat, words, stddev, divisor):
     """(flat + noise) / divisor, in two halves.
 
     Joined in here, XLA would work out each pair of values twice.
     """
     values = keystream.normal(words, flat.dtype)
-    scale = tf.cast(stddev / divisor, flat.dtype)
     pairs = words.shape[1]
     pairs = tf.shape(words)[1] if pairs is None else pairs
     return [
-        part * tf.cast(1 / divisor, flat.dtype) + scale * half[: tf.size(part)]
+        _added(part, half[: tf.size(part)], stddev, divisor)
         for part, half in zip((flat[:pairs], flat[pairs:]), values, strict=True)
     ]
 

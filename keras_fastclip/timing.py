@@ -5,8 +5,13 @@ between TensorFlow with and without oneDNN; no formula from sizes tells which
 way is the fastest. So each way is run on a few random examples of the very
 sizes of the kernel, once in a process for each distinct kernel, while the
 training step is traced. Time grows in proportion to the number of examples, so
-a few are enough: a way takes about 50 ms to be written as a graph and 10 to be
-timed. A model of ten distinct kernels takes about four seconds in all.
+a few are enough, no more than some 16 MB of numbers.
+
+What takes time is to write a way as a graph: some 50 ms, and 300 for a loop.
+Whether loops pay depends on the machine rather than on the kernel, but for the
+gradients of convolutions. So they are timed for the first kernel; where they
+take a quarter longer than all examples at once, they are taken to do so for
+others.
 """
 
 import dataclasses
@@ -48,21 +53,70 @@ def plain_clock(kernel: Kernel, jit_compile: bool = False) -> float:
     return _measured(kernel, None, jit_compile)
 
 
+# By kind of kernel and norm, how much longer loops take.
+_slower: dict[tuple, float] = {}
+_CLEARLY = 1.25
+
+
 @functools.cache
 def _measured(kernel: Kernel, way: Way | None, jit_compile: bool) -> float:
     """Seconds for the norm, and for the sum of gradients that are kept.
 
     Without a way, for the sum of gradients that are not.
     """
-    work = 2 * kernel.positions * kernel.built
+    usual = None if way is None else _at_once(kernel, way)
+    if usual is None:
+        return _timed(kernel, way, jit_compile)
+    kind, at_once = (
+        (type(kernel), way.norm, jit_compile),
+        _measured(kernel, usual, jit_compile),
+    )
+    if _slower.get(kind, 0) > _CLEARLY:
+        return at_once * _slower[kind]
+    seconds = _timed(kernel, way, jit_compile)
+    _slower.setdefault(kind, seconds / at_once)
+    return seconds
+
+
+def _at_once(kernel, way):
+    """What a loop is compared with, if that tells of other kernels, too."""
+    forms = kernel.timed_ghost if way.ghost else kernel.timed
+    alike = way.ghost or type(kernel) is Kernel
+    if way.form != "loop" or forms[0] == "loop" or not alike:
+        return None
+    usual = dataclasses.replace(way, form=forms[0])
+    numbers = _numbers(kernel, usual) * _least(kernel, usual)
+    return usual if numbers <= 2 * _NUMBERS else None
+
+
+def _numbers(kernel, way):
+    """That an example takes in a run."""
     numbers = kernel.positions * kernel.blocks
     numbers *= kernel.inputs + kernel.outputs
+    if way is None:
+        return numbers
+    if way.ghost:
+        return numbers + kernel.gram + kernel.copied_for_ghost(way.form)
+    return numbers + kernel.built
+
+
+def _least(kernel, way):
+    """Examples in a run."""
+    if way is not None and way.form == "blocks":
+        block = kernel.ghost_block if way.ghost else kernel.block
+        return min(block, AT_ONCE)
+    return 2 if way is not None and way.form == "batched" else AT_ONCE
+
+
+def _timed(kernel, way, jit_compile):
+    work = 2 * kernel.positions * kernel.built
     # To write the sum takes the same time for few examples and for many.
     most = _WORK if way is not None else 8 * _WORK
-    examples = min(most / work, _NUMBERS / numbers, _EXAMPLES)
-    examples = max(int(examples), AT_ONCE)
+    most = min(most / work, _EXAMPLES)
     if way is not None and way.form == "blocks":
-        examples = kernel.ghost_block if way.ghost else kernel.block
+        most = kernel.ghost_block if way.ghost else kernel.block
+    examples = int(min(most, _NUMBERS / _numbers(kernel, way)))
+    examples = max(examples, _least(kernel, way))
     with _keras.eager_scope():
         term, g = kernel.sample(examples)
         # As in a step whose norms are finite: known when it runs, not before.

@@ -72,7 +72,9 @@ class _Groups:
             else tf.cast(tf.convert_to_tensor(weight), inputs.dtype)
             for weight, neutral in ((layer.gamma, 1), (layer.beta, 0))
         )
-        self.zeta = tf.ensure_shape(self._run(inputs, gamma, beta), inputs.shape)
+        self.zeta = tf.ensure_shape(
+            self._run(inputs, gamma, beta), inputs.shape
+        )
 
     def _run(self, inputs, gamma, beta):
         @tf.custom_gradient

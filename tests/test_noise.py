@@ -12,7 +12,7 @@ import tensorflow as tf
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from keras_fastclip import keystream, noise
-from keras_fastclip.noise import SMALL, GaussianNoise
+from keras_fastclip.noise import COMPILED_FROM, SMALL, GaussianNoise
 
 STEP = tf.constant(5, tf.int64)
 
@@ -21,11 +21,27 @@ def words(high, low, angle):
     return tf.constant(np.array([high, low, angle], np.uint32)[:, None])
 
 
-@functools.cache
-def many_values():
-    """Normal values in pairs, (2, n)."""
-    drawn = keystream.random_words(1 << 23)
+def by_tensorflow(drawn):
     return np.array(keystream.normal(tf.constant(drawn)))
+
+
+def by_numpy(drawn):
+    return keystream.normal_by_numpy(drawn, np.float32)
+
+
+both = pytest.mark.parametrize("maker", [by_tensorflow, by_numpy])
+
+
+@pytest.fixture(params=[0, COMPILED_FROM], ids=["compiled", "numpy"])
+def by_both(request, monkeypatch):
+    """Noise of large models, and that of others."""
+    monkeypatch.setattr(noise, "COMPILED_FROM", request.param)
+
+
+@functools.cache
+def many_values(maker):
+    """Normal values in pairs, (2, n)."""
+    return maker(keystream.random_words(1 << 23))
 
 
 def test_words_are_the_keystream_of_the_cipher():
@@ -49,8 +65,9 @@ def test_any_number_of_pairs(pairs):
     assert keystream.random_words(pairs).shape == (3, pairs)
 
 
-def test_values_are_normal():
-    values = many_values()
+@both
+def test_values_are_normal(maker):
+    values = many_values(maker)
     for side in values:
         p = scipy.stats.kstest(side[: 1 << 20], "norm").pvalue
         assert p > 1e-9
@@ -66,16 +83,18 @@ def test_values_are_normal():
     assert abs(squares.mean()) < 6.2 * 2 / sine.size**0.5
 
 
+@both
 @pytest.mark.parametrize("limit", [1e-3, 0.1, 1.0, 3.0, 4.0, 5.0])
-def test_tails_and_centre_have_the_weight_they_should(limit):
-    values = np.abs(many_values())
+def test_tails_and_centre_have_the_weight_they_should(limit, maker):
+    values = np.abs(many_values(maker))
     expected = scipy.stats.binom(values.size, 2 * scipy.stats.norm.sf(limit))
     low, high = expected.ppf([5e-10, 1 - 5e-10])
     assert low <= np.count_nonzero(values > limit) <= high
 
 
-def test_angles_are_spread_evenly():
-    sine, cosine = many_values()
+@both
+def test_angles_are_spread_evenly(maker):
+    sine, cosine = many_values(maker)
     sectors = np.histogram(np.arctan2(sine, cosine), 64, (-np.pi, np.pi))[0]
     assert scipy.stats.chisquare(sectors).pvalue > 1e-9
 
@@ -103,6 +122,38 @@ def test_radii_near_zero_are_as_fine_as_others():
         np.testing.assert_allclose(found, np.sqrt(-2 * np.log1p(-v)), 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_numpy_has_all_radii_of_64_bits(dtype):
+    """None is zero, and all are as fine as others of their type."""
+    near = [2**64 - 1 - n for n in (0, 1, 2**10, 2**30, 2**43, 2**45, 2**60)]
+    ks = [0, 1, 2**20, 2**40, 2**63, *near]
+    drawn = np.array([[k % 2**32, k >> 32, 1 << 20] for k in ks], np.uint32)
+    values = keystream.normal_by_numpy(np.ascontiguousarray(drawn.T), dtype)
+    words = [keystream.normal_by_numpy(row[:, None], dtype) for row in drawn]
+    v = np.array([(2**64 - 1 - k + 0.5) / 2**64 for k in ks])
+    u = np.array([(k + 0.5) / 2**64 for k in ks])
+    logs = np.where(v < 0.5, np.log1p(-np.minimum(v, 0.5)), np.log(u))
+    found = np.linalg.norm(np.concatenate(words, 1), axis=0)
+    close = 1e-6 if dtype == np.float32 else 1e-14
+    np.testing.assert_allclose(found, np.sqrt(-2 * logs), close)
+    assert values.shape == (2, len(ks)) and np.all(np.isfinite(values))
+
+
+def test_noise_of_large_models_is_compiled_and_that_of_others_is_not():
+    """XLA takes memory and time to start, and half the time to run."""
+    for size, compiled in ((COMPILED_FROM - 1, 0), (COMPILED_FROM, 1)):
+        step = tf.function(
+            lambda size=size: GaussianNoise().add(
+                [tf.zeros([size])], tf.constant(1.0), STEP
+            )
+        )
+        nodes = step.get_concrete_function().graph.as_graph_def().node
+        own = [node for node in nodes if "_XlaMustCompile" in node.attr]
+        assert bool(own) == bool(compiled)
+        (values,) = step()
+        assert scipy.stats.kstest(values[:100_000], "norm").pvalue > 1e-9
+
+
 def test_noise_of_float64_has_its_resolution():
     """Else what is left of the noise tells the right sum from others."""
     total = tf.constant(np.random.default_rng(0).normal(size=1000))
@@ -111,11 +162,12 @@ def test_noise_of_float64_has_its_resolution():
     assert np.mean(noise == noise.astype("float32")) < 0.1
 
 
-def test_large_and_small_sums_of_two_types():
+def test_large_and_small_sums_of_two_types(by_both):
     """Places and types of sums are not taken for each other."""
     sums = [
         tf.zeros([3]),
         tf.zeros([SMALL], "float64"),
+        tf.zeros([COMPILED_FROM], "float32"),
         tf.zeros([SMALL], "float32"),
         tf.zeros([5], "float64"),
     ]
@@ -141,7 +193,7 @@ SHAPES = [(40, 5), (7,), (), (0, 3), (SMALL + 1,)]
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_sums_get_noise_of_the_given_size_and_are_divided(jit, dtype):
+def test_sums_get_noise_of_the_given_size_and_are_divided(jit, dtype, by_both):
     source = GaussianNoise()
     sums = [tf.fill(shape, tf.constant(3, dtype)) for shape in SHAPES]
 
@@ -188,7 +240,7 @@ def test_without_a_seed_not_even_the_same_step_draws_the_same_again():
     assert not np.any(np.isclose(one, other, rtol=1e-6))
 
 
-def test_a_seed_repeats_the_noise():
+def test_a_seed_repeats_the_noise(by_both):
     sums = [tf.zeros([50]), tf.zeros([SMALL + 1]), tf.zeros([3])]
     one, other = (
         GaussianNoise(4).add(sums, tf.constant(1.0), STEP) for _ in range(2)
@@ -215,7 +267,9 @@ def test_every_secret_bit_of_the_device_generator_changes_the_noise():
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_long_sums_get_noise_in_pieces_that_are_not_alike(monkeypatch, seed):
+def test_long_sums_get_noise_in_pieces_that_are_not_alike(
+    monkeypatch, seed, by_both
+):
     """Of an odd length, with every value in its place."""
     monkeypatch.setattr(noise, "PIECE", 1 << 15)
     size = 3 * noise.PIECE + 5
