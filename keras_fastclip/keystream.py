@@ -72,11 +72,17 @@ def random_bytes(size: int, name: Hashable = None) -> np.ndarray:
     else:
         key = hashlib.sha256(repr(name).encode()).digest()[:16]
     # The cipher asks for room for one more of its own blocks.
-    room = np.empty(ALIGNMENT + size + 16, np.uint8)
-    first = -room.ctypes.data % ALIGNMENT
+    room = _aligned(size + 16)
     encrypt = Cipher(algorithms.AES128(key), modes.CTR(bytes(16))).encryptor()
-    for start in range(first, first + size, len(ZEROS)):
-        encrypt.update_into(ZEROS[: first + size - start], room[start:])
+    for start in range(0, size, len(ZEROS)):
+        encrypt.update_into(ZEROS[: size - start], room[start:])
+    return room[:size]
+
+
+def _aligned(size):
+    """So many bytes, yet to be set, that TensorFlow can take as they are."""
+    room = np.empty(ALIGNMENT + size, np.uint8)
+    first = -room.ctypes.data % ALIGNMENT
     return room[first : first + size]
 
 
@@ -94,23 +100,27 @@ def normal(
 def normal_by_numpy(words: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Normal values, two for each column of the words, shape (2, pairs).
 
-    There is nothing to compile. In float32 it takes twice the time of `normal`
-    compiled by XLA: 5 ns of a processor's time a value against 2.7.
+    There is nothing to compile. In a step it takes three times what `normal`
+    compiled by XLA takes: 8 ns of processors' time a value against 2.7.
     """
-    values = np.empty((2, words.shape[1]), dtype)
+    size = 2 * words.shape[1] * np.dtype(dtype).itemsize
+    values = _aligned(size).view(dtype).reshape(2, -1)
     k, angles = _long_words(words), words[2].view(np.int32)
     log_uniform = _log_uniform_exactly
     if values.dtype == np.float32:
         log_uniform = _log_uniform_quickly
     for start in range(0, len(angles), BLOCK):
         some = slice(start, start + BLOCK)
-        radius = log_uniform(k[some])
+        radius = log_uniform(k[some]).astype(dtype)
         radius *= -2
-        radius = np.sqrt(radius.astype(dtype))
+        np.sqrt(radius, out=radius)
         turn = angles[some].astype(dtype)
         turn *= turn.dtype.type(2 * math.pi * 2.0**-32)
-        np.multiply(np.cos(turn), radius, out=values[0, some])
-        np.multiply(np.sin(turn, out=turn), radius, out=values[1, some])
+        cosine, sine = values[:, some]
+        np.cos(turn, out=cosine)
+        cosine *= radius
+        np.sin(turn, out=sine)
+        sine *= radius
     return values
 
 

@@ -22,7 +22,8 @@ PHILOX = 1
 STREAMS_PER_STEP = 1 << 20
 # Sums of fewer values get their noise together.
 SMALL = 1 << 16
-# For fewer values in all, nothing is compiled: XLA takes some 60 MB.
+# For fewer values in all, nothing is compiled: XLA takes some 60 MB, and some
+# time before the first step.
 COMPILED_FROM = 1 << 21
 # Longer ones get it in pieces, so many at a time: more would hold memory.
 PIECE = 1 << 20

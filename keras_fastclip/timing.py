@@ -30,7 +30,7 @@ from keras_fastclip.registry.turns import AT_ONCE
 
 # Operations in a run, and the most numbers and examples in it.
 _WORK, _NUMBERS, _EXAMPLES = 1e8, 4e6, 32
-_RUNS = 3
+_RUNS = 8
 # Kernels with more operations for an example are not timed but reckoned.
 _TOO_MUCH = 5e9
 

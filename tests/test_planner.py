@@ -272,6 +272,41 @@ def test_kernels_alike_are_timed_once(monkeypatch):
     assert len(runs) == count > 0
 
 
+@pytest.mark.parametrize("slower", [True, False])
+def test_loops_that_do_not_pay_are_timed_for_one_kernel_only(
+    monkeypatch, slower
+):
+    monkeypatch.undo()
+    monkeypatch.setattr(timing, "_slower", {})
+    timed, speeds = [], {"batched": 1.0, "loop": 2.0 if slower else 1.1}
+
+    def seconds(kernel, way, jit_compile):
+        timed.append((kernel, way))
+        return 1.0 if way is None else speeds[way.form] * kernel.outputs
+
+    monkeypatch.setattr(timing, "_timed", seconds)
+    first, second = Kernel(20, 8, 31), Kernel(20, 8, 32)
+    for way in (Way("build", "loop", keep=True), Way("ghost", "loop")):
+        for kernel in (first, second):
+            found = timing._measured(kernel, way, False)
+            assert found == pytest.approx(speeds["loop"] * kernel.outputs)
+        assert ((second, way) in timed) != slower
+    timing._measured.cache_clear()
+
+
+def test_what_would_take_much_memory_is_not_timed_for_comparison(monkeypatch):
+    monkeypatch.undo()
+    timed = []
+    monkeypatch.setattr(timing, "_slower", {})
+    monkeypatch.setattr(
+        timing, "_timed", lambda kernel, way, _: timed.append(way) or 1.0
+    )
+    way = Way("ghost", "loop")
+    assert timing._measured(Kernel(4096, 8, 8), way, False) == 1.0
+    assert timed == [way]
+    timing._measured.cache_clear()
+
+
 def test_kernels_that_take_too_long_are_not_timed(monkeypatch):
     monkeypatch.undo()
     kernel, way = Kernel(8192, 16384, 16384), Way("ghost", "loop")

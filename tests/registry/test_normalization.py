@@ -3,11 +3,15 @@
 import functools
 import warnings
 
+import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import layers
 
+from keras_fastclip import _keras
+from keras_fastclip.registry.normalization import group_normalization
 from keras_fastclip.registry.terms import Rows
 from tests.registry.helpers import (
     built,
@@ -120,6 +124,55 @@ def test_group_normalization_of_any_shape_equals_autodiff(
     x = random(4, *shape)
     layer = layers.GroupNormalization(groups, axis + 1)
     check_rule(built(layer, x), x, rows=rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "mixed_float16"])
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (5, 2, 4), (2, 3, 2, 4)])
+def test_what_groups_pass_on_is_what_autodiff_does(shape, dtype):
+    """The cotangents of input, gamma and beta, of a mean far from zero."""
+    x = tf.cast(3 + 2 * random(3, *shape), "float32")
+    layer = built(layers.GroupNormalization(2, dtype=dtype), x)
+    layer.gamma.assign(random(4))
+    layer.beta.assign(random(4))
+    x = tf.cast(x, layer.compute_dtype)
+    weights = [_keras.raw(layer.gamma), _keras.raw(layer.beta)]
+    g, found = tf.cast(random(3, *shape), layer.compute_dtype), []
+    for run in (layer, functools.partial(group_normalization, layer)):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            result = run(x)
+            result = result[0] if isinstance(result, tuple) else result
+            loss = tf.reduce_sum(tf.cast(result * g, "float64"))
+        assert result.dtype == layer.compute_dtype
+        found.append([result, *tape.gradient(loss, [x, *weights])])
+    close = {"float64": 1e-9, "float32": 1e-4, "mixed_float16": 2e-2}[dtype]
+    for exact, own in zip(*found, strict=True):
+        scale = float(tf.reduce_max(tf.abs(tf.cast(exact, "float64"))))
+        np.testing.assert_allclose(own, exact, atol=close * max(scale, 1))
+
+
+def test_sums_of_the_backward_pass_serve_the_norms():
+    """Not a second reduction of g for gamma and beta."""
+    layer = built(layers.GroupNormalization(2), random(3, 5, 4))
+
+    @tf.function(autograph=False)
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            zeta, terms = group_normalization(layer, x)
+            zeta = tf.identity(zeta)
+            tape.watch(zeta)
+            loss = tf.reduce_sum(tf.square(zeta))
+        g, dx = tape.gradient(loss, [zeta, x])
+        before = len(tf.compat.v1.get_default_graph().get_operations())
+        sums = [term.per_example(g, Rows())[0] for term in terms]
+        after = len(tf.compat.v1.get_default_graph().get_operations())
+        counts.append(after - before)
+        return dx, sums
+
+    counts = []
+    run(random(3, 5, 4))
+    assert counts == [0]
 
 
 @pytest.mark.parametrize("frozen", ["gamma", "beta"])
