@@ -14,6 +14,7 @@ import pathlib
 import shutil
 import threading
 import zipfile
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -41,6 +42,7 @@ from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 from keras.src.utils.python_utils import pythonify_logs
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context as tf_context
+from tensorflow.python.eager import record as tf_record
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.parallel_for import pfor
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
@@ -118,6 +120,46 @@ def variable(value: np.ndarray) -> tf.Variable:
     """
     with tf.init_scope():
         return ResourceVariable(value, trainable=False)
+
+
+def custom_gradient(function: Callable) -> Callable:
+    """As `tf.custom_gradient`, for functions of tensors, within a tape.
+
+    That one puts closures of a graph into a registry of the process, which
+    holds the graph, and with it the model, for good. Here the tape alone has
+    them. Without a tape, as within a loop that is differentiated as a whole,
+    TensorFlow differentiates what the function does.
+
+    Args:
+        function: maps tensors to tensors, one or several, and to a function
+            from their cotangents to those of the arguments.
+    """
+
+    @functools.wraps(function)
+    def run(*inputs):
+        with tf_record.stop_recording():
+            outputs, backward = function(*inputs)
+            # Tensors of their own, should one of them be an input.
+            outputs = tf.nest.map_structure(tf.identity, outputs)
+
+        def flat_backward(*cotangents):
+            return tf.nest.flatten(backward(*cotangents))
+
+        tf_record.record_operation(
+            function.__name__, tf.nest.flatten(outputs), inputs, flat_backward
+        )
+        return outputs
+
+    return run
+
+
+def normalizes_as_keras(layer: keras.layers.GroupNormalization) -> bool:
+    """Whether no subclass does so in another way."""
+    return all(
+        getattr(type(layer), name)
+        is getattr(keras.layers.GroupNormalization, name)
+        for name in ("_apply_normalization", "_reshape_into_groups")
+    )
 
 
 _addition = threading.local()

@@ -384,8 +384,10 @@ class Recording:
 
 
 def _shaped(g, zeta):
-    """g with the shape of ζ; a backward pass may have lost it."""
-    if g.shape.as_list() == zeta.shape.as_list():
+    """g as a tensor with the shape of ζ; a backward pass may have lost it."""
+    g = tf.convert_to_tensor(g)
+    known = g.shape.rank is not None
+    if known and g.shape.as_list() == zeta.shape.as_list():
         return g  # Some rules know the very tensor again.
     return tf.ensure_shape(g, zeta.shape)
 

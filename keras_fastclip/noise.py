@@ -23,7 +23,8 @@ STREAMS_PER_STEP = 1 << 20
 # Sums of fewer values get their noise together.
 SMALL = 1 << 16
 # For fewer values in all, nothing is compiled: XLA takes some 60 MB, and some
-# time before the first step.
+# time before the first step. Nor for sums whose size is not known when a step
+# is traced.
 COMPILED_FROM = 1 << 21
 # Longer ones get it in pieces, so many at a time: more would hold memory.
 PIECE = 1 << 20

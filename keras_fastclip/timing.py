@@ -5,7 +5,7 @@ between TensorFlow with and without oneDNN; no formula from sizes tells which
 way is the fastest. So each way is run on a few random examples of the very
 sizes of the kernel, once in a process for each distinct kernel, while the
 training step is traced. Time grows in proportion to the number of examples, so
-a few are enough, no more than some 16 MB of numbers.
+a few are enough: some 16 MB of numbers, or more where two examples take more.
 
 What takes time is to write a way as a graph: some 50 ms, and 300 for a loop.
 Whether loops pay depends on the machine rather than on the kernel, but for the
@@ -67,10 +67,8 @@ def _measured(kernel: Kernel, way: Way | None, jit_compile: bool) -> float:
     usual = None if way is None else _at_once(kernel, way)
     if usual is None:
         return _timed(kernel, way, jit_compile)
-    kind, at_once = (
-        (type(kernel), way.norm, jit_compile),
-        _measured(kernel, usual, jit_compile),
-    )
+    kind = type(kernel), way.norm, jit_compile
+    at_once = _measured(kernel, usual, jit_compile)
     if _slower.get(kind, 0) > _CLEARLY:
         return at_once * _slower[kind]
     seconds = _timed(kernel, way, jit_compile)
@@ -101,7 +99,7 @@ def _numbers(kernel, way):
 
 
 def _least(kernel, way):
-    """Examples in a run."""
+    """The fewest examples in a run."""
     if way is not None and way.form == "blocks":
         block = kernel.ghost_block if way.ghost else kernel.block
         return min(block, AT_ONCE)
@@ -119,10 +117,8 @@ def _timed(kernel, way, jit_compile):
     examples = max(examples, _least(kernel, way))
     with _keras.eager_scope():
         term, g = kernel.sample(examples)
-        # As in a step whose norms are finite: known when it runs, not before.
-        finite = tf.Variable(True, trainable=False)
 
-        def run():
+        def run(finite):
             part = Part([Use(term, g, Rows(kernel.rows), None)])
             if way is None:
                 sums = part.weighted_sum(tf.ones([examples]), finite)
@@ -132,7 +128,11 @@ def _timed(kernel, way, jit_compile):
             sums = part.weighted_sum(norms, finite) if way.keep else {}
             return [norms, *sums.values()]
 
-        step = tf.function(run, jit_compile=jit_compile, autograph=False)
+        # Whether norms are finite is known when a step runs, not before.
+        step = functools.partial(
+            tf.function(run, jit_compile=jit_compile, autograph=False),
+            tf.constant(True),
+        )
         return min(_seconds(step) for _ in range(_RUNS + 1)) / examples
 
 

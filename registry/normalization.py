@@ -9,6 +9,7 @@ are the gradients of γ and β by example.
 import keras
 import tensorflow as tf
 
+from keras_fastclip import _keras
 from keras_fastclip.registry.dense import positions
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.terms import Small, at_least_float32
@@ -32,8 +33,9 @@ def rms_normalization(layer, x):
 
 @register(keras.layers.GroupNormalization)
 def group_normalization(layer, inputs):
-    (axis,) = _axes(layer.axis, inputs.shape.rank)
-    if axis != inputs.shape.rank - 1:
+    if not _keras.normalizes_as_keras(layer):
+        return NotImplemented
+    if not _has_groups(layer, inputs):
         return _affine(layer, inputs, layer.gamma, layer.beta)
     groups = _Groups(layer, at_least_float32(inputs))
     zeta = tf.cast(groups.zeta, layer.compute_dtype)
@@ -43,6 +45,16 @@ def group_normalization(layer, inputs):
         if weight is not None
     ]
     return zeta, terms
+
+
+def _has_groups(layer, inputs):
+    """Whether `_Groups` is for these inputs."""
+    (axis,) = _axes(layer.axis, inputs.shape.rank)
+    return (
+        axis == inputs.shape.rank - 1
+        # Keras leaves inputs of other types as they are.
+        and inputs.dtype == layer.compute_dtype
+    )
 
 
 class _Groups:
@@ -72,35 +84,32 @@ class _Groups:
             else tf.cast(tf.convert_to_tensor(weight), inputs.dtype)
             for weight, neutral in ((layer.gamma, 1), (layer.beta, 0))
         )
-        self.zeta = tf.ensure_shape(
-            self._run(inputs, gamma, beta), inputs.shape
-        )
+        run = _keras.custom_gradient(self._normalized)
+        self.zeta = tf.ensure_shape(run(inputs, gamma, beta), inputs.shape)
 
-    def _run(self, inputs, gamma, beta):
-        @tf.custom_gradient
-        def run(inputs, gamma, beta):
-            x = positions(inputs)
-            d = x - self._mean(tf.reduce_mean(x, 1))[:, None]
-            variance = self._mean(tf.reduce_mean(tf.square(d), 1))
-            r = tf.math.rsqrt(variance + self._epsilon)
-            scale = r * gamma
-            zeta = d * scale[:, None] + beta
-            self._d, self._r = d, r
-            count = tf.cast(tf.shape(x)[1], x.dtype)
+    def _normalized(self, inputs, gamma, beta):
+        """The output, and the function that its cotangent goes back by."""
+        x = positions(inputs)
+        d = x - self._mean(tf.reduce_mean(x, 1))[:, None]
+        variance = self._mean(tf.reduce_mean(tf.square(d), 1))
+        r = tf.math.rsqrt(variance + self._epsilon)
+        scale = r * gamma
+        zeta = d * scale[:, None] + beta
+        self._d, self._r = d, r
+        count = tf.cast(tf.shape(x)[1], x.dtype)
 
-            def backward(g):
-                of_gamma, of_beta = sums = self._sums(g)
-                self._latest = g, sums
-                mean = r * self._mean(gamma * of_beta) / count
-                slope = r * r * self._mean(gamma * of_gamma) / count
-                away = d * slope[:, None] + mean[:, None]
-                dx = positions(g) * scale[:, None] - away
-                total = [tf.reduce_sum(each, 0) for each in sums]
-                return tf.reshape(dx, tf.shape(inputs)), *total
+        def backward(cotangent):
+            g = tf.ensure_shape(cotangent, inputs.shape)
+            of_gamma, of_beta = sums = self._sums(g)
+            self._latest = cotangent, sums
+            mean = r * self._mean(gamma * of_beta) / count
+            slope = r * r * self._mean(gamma * of_gamma) / count
+            away = d * slope[:, None] + mean[:, None]
+            dx = positions(g) * scale[:, None] - away
+            total = [tf.reduce_sum(each, 0) for each in sums]
+            return tf.reshape(dx, tf.shape(inputs)), *total
 
-            return tf.reshape(zeta, tf.shape(inputs)), backward
-
-        return run(inputs, gamma, beta)
+        return tf.reshape(zeta, tf.shape(inputs)), backward
 
     def _mean(self, by_channel):
         """(rows, channels), means over the channels of a group for each."""

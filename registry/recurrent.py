@@ -452,7 +452,7 @@ def _while_with_gradient(cell, zeta, states, mask):
     where the weights are not differentiated.
     """
 
-    @tf.custom_gradient
+    @_keras.custom_gradient
     def run(zeta, *arguments):
         initial, weights = arguments[: len(states)], arguments[len(states) :]
         hidden, last, saved = _forward(cell, zeta, initial, weights, mask)

@@ -16,7 +16,6 @@ than stay in the caches.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -69,7 +68,7 @@ class _Turns(_Loop):
         """
         places = tf.minimum(self.places(turn), self.count - 1)
         return [
-            self.function(*(rows(tensor, row, 1) for tensor in self.tensors))
+            self.function(*(_rows(tensor, row, 1) for tensor in self.tensors))
             for row in tf.unstack(places)
         ]
 
@@ -82,7 +81,7 @@ class _Turns(_Loop):
         return tf.TensorArray(dtype, self.number, element_shape=[AT_ONCE])
 
 
-def rows(tensor: tf.Tensor, start: tf.Tensor, count: Any) -> tf.Tensor:
+def _rows(tensor, start, count):
     """So many rows from a given one, without a copy where that can be."""
     shape = tensor.shape[1:]
     sizes = [count, *shape]
@@ -203,7 +202,8 @@ class _Blocks(_Loop):
 
     The last one begins early enough to be as large as the others, so its first
     examples may have been in the one before; what comes of these is dropped.
-    Each is a slice of consecutive rows, for which TensorFlow makes no copy.
+    Each is a slice of consecutive rows, of which TensorFlow makes no copy where
+    the size of a row is a multiple of 64 bytes.
     """
 
     def __init__(self, tensors, most):
@@ -216,7 +216,7 @@ class _Blocks(_Loop):
     def block(self, turn):
         """The tensors of a block."""
         start = tf.minimum(turn * self.size, self.count - self.size)
-        return [rows(tensor, start, self.size) for tensor in self.tensors]
+        return [_rows(tensor, start, self.size) for tensor in self.tensors]
 
     def in_order(self, norms):
         norms = tf.reshape(norms.stack(), [-1])

@@ -1,9 +1,11 @@
 """What the library relies on inside Keras, one test for each private name."""
 
+import gc
 import os
 import platform
 import subprocess
 import sys
+import weakref
 
 import keras
 import numpy as np
@@ -40,6 +42,69 @@ def test_own_trainable_variables_leaves_out_what_is_frozen():
     assert names == ["bias", "lora_kernel_a", "lora_kernel_b"]
     dense.trainable = False
     assert _keras.own_trainable_variables(dense) == []
+
+
+def halved_square():
+    """x² and y, with half their derivatives, to tell them from others."""
+
+    @_keras.custom_gradient
+    def run(x, y):
+        return (x * x, y), lambda dx, dy: (x * dx, dy / 2)
+
+    return run
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_custom_gradients_are_those_of_the_tape(in_graph):
+    def gradients(x, y):
+        with tf.GradientTape() as tape:
+            tape.watch([x, y])
+            square, same = halved_square()(x, y)
+            loss = 5 * square + 3 * same
+        return loss, *tape.gradient(loss, [x, y])
+
+    run = tf.function(gradients, autograph=False) if in_graph else gradients
+    found = run(tf.constant(2.0), tf.constant(7.0))
+    assert [float(value) for value in found] == [41.0, 10.0, 1.5]
+
+
+def test_custom_gradients_with_results_that_nothing_depends_on():
+    x, y = tf.constant(2.0), tf.constant(7.0)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch([x, y])
+        square, _ = halved_square()(x, y)
+    assert float(tape.gradient(square, x)) == 2.0
+    assert float(tape.gradient(square, y)) == 0.0
+
+
+def test_custom_gradients_do_not_hold_graphs():
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            square, _ = halved_square()(x, x)
+        return tape.gradient(square, x)
+
+    step = tf.function(run, autograph=False)
+    concrete = step.get_concrete_function(tf.TensorSpec([]))
+    gone = weakref.ref(concrete.graph)
+    del step, concrete
+    gc.collect()
+    assert gone() is None
+
+
+def test_subclasses_that_normalize_otherwise_are_told_apart():
+    class Plain(layers.GroupNormalization):
+        pass
+
+    class Otherwise(layers.GroupNormalization):
+        def _apply_normalization(self, reshaped_inputs, input_shape):
+            return 2 * super()._apply_normalization(
+                reshaped_inputs, input_shape
+            )
+
+    assert _keras.normalizes_as_keras(layers.GroupNormalization(2))
+    assert _keras.normalizes_as_keras(Plain(2))
+    assert not _keras.normalizes_as_keras(Otherwise(2))
 
 
 def test_raw_is_the_variable_that_tapes_follow():

@@ -1,5 +1,6 @@
 """The public classes: construction, training, saving, conversion."""
 
+import functools
 import gc
 import os
 import subprocess
@@ -13,7 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_fastclip
-from keras_fastclip import DPModel, DPSequential, make_private
+from keras_fastclip import DPModel, DPSequential, _keras, make_private
 from tests.zoo import cross_entropy, labels, random
 
 SETTINGS = {"l2_norm_clip": 0.5, "noise_multiplier": 1.0}
@@ -443,15 +444,28 @@ def test_make_private_keeps_class_and_weights(kind, tmp_path):
         )
 
 
-def test_private_models_are_freed():
-    model = compiled(functional())
+@pytest.mark.parametrize(
+    "middle",
+    [
+        functools.partial(layers.Dense, 4),
+        functools.partial(layers.GroupNormalization, 1),
+        functools.partial(layers.LSTM, 4),
+    ],
+)
+def test_private_models_are_freed(middle):
+    """Weights too, and graphs."""
+    inputs = keras.Input((5,))
+    y = middle()(layers.Reshape((5, 1))(inputs))
+    y = layers.Dense(3)(layers.Flatten()(y))
+    model = compiled(DPModel(inputs, y, **SETTINGS))
     x, y = data()
     model.fit(x, y, verbose=0)
-    gone = weakref.ref(model)
-    del model
+    held = model, _keras.raw(model.layers[-1].kernel)
+    gone = [weakref.ref(each) for each in held]
+    del model, held, inputs
     keras.backend.clear_session()
     gc.collect()
-    assert gone() is None
+    assert [each() for each in gone] == [None, None]
 
 
 # -- the package -------------------------------------------------------------

@@ -313,6 +313,32 @@ def test_kernels_that_take_too_long_are_not_timed(monkeypatch):
     assert timing.clock(kernel, way) == reference_clock(kernel, way)
 
 
+def test_timing_leaves_the_trace_of_a_step_alone(monkeypatch):
+    """One trace for each shape, also in a function of one's own."""
+    monkeypatch.undo()
+    timing._measured.cache_clear()
+    model = keras_fastclip.DPSequential(
+        [keras.Input((None, 6)), layers.Dense(5), layers.Flatten()],
+        l2_norm_clip=1.0,
+        noise_multiplier=1.0,
+        expected_batch_size=4,
+    )
+    model.compile("sgd", "mse")
+    shapes = []
+
+    @tf.function
+    def step(x, y):
+        shapes.append(tuple(x.shape))
+        return model.train_step((x, y))["loss"]
+
+    for length in (7, 9):
+        x, y = tf.ones([4, length, 6]), tf.ones([4, 5 * length])
+        model._privacy.prepare(model, (x, y, None), 4)
+        step(x, y)
+        step(x, y)
+    assert shapes == [(4, 7, 6), (4, 9, 6)]
+
+
 def test_convolutions_are_timed_while_the_step_is_traced(monkeypatch):
     monkeypatch.undo()
     inputs = keras.Input((6, 6, 2))

@@ -326,3 +326,51 @@ def test_nothing_is_converted_by_autograph(how):
         tf.function(model.clipped_gradients)(x, y)
     traced = {status for inside, status in seen if inside}
     assert "DISABLED" in traced and "ENABLED" not in traced
+
+
+class Elsewhere(layers.Layer):
+    """What follows a layer may bring back gradients of other kinds."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def call(self, x):
+        if self.kind == "slices":  # Its gradient is one of rows.
+            return tf.gather(x, tf.range(tf.shape(x)[0]))
+
+        @tf.custom_gradient
+        def same(x):
+            def back(g):  # Without a shape.
+                return tf.numpy_function(lambda g: g, [g], g.dtype)
+
+            return tf.identity(x), back
+
+        return same(x)
+
+
+@pytest.mark.parametrize("kind", ["slices", "unknown"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_cotangents_without_a_shape_or_by_rows(kind, norm):
+    """Rules get tensors with the shape of what they returned."""
+    found = []
+    for way in ("plain", kind):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((3, 4))
+        y = layers.Dense(4)(inputs)
+        if norm:
+            y = layers.GroupNormalization(2)(y)
+        if way != "plain":
+            y = Elsewhere(way)(y)
+        model = keras_fastclip.DPModel(
+            inputs,
+            layers.Dense(2)(layers.Flatten()(y)),
+            l2_norm_clip=1.0,
+            noise_multiplier=1.0,
+        )
+        model.compile("sgd", "mse", jit_compile=False)
+        x = np.random.default_rng(0).normal(size=(5, 3, 4)).astype("float32")
+        run = tf.function(model.clipped_gradients)
+        found.append(run(tf.constant(x), tf.zeros([5, 2]))[0])
+    for exact, own in zip(*found, strict=True):
+        np.testing.assert_allclose(own, exact, atol=1e-5)

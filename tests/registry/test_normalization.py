@@ -151,6 +151,58 @@ def test_what_groups_pass_on_is_what_autodiff_does(shape, dtype):
         np.testing.assert_allclose(own, exact, atol=close * max(scale, 1))
 
 
+class Doubled(layers.GroupNormalization):
+    def _apply_normalization(self, reshaped_inputs, input_shape):
+        return 2 * super()._apply_normalization(reshaped_inputs, input_shape)
+
+
+def test_subclasses_that_normalize_otherwise_are_left_out():
+    x = random(3, 5, 4)
+    assert takes(built(layers.GroupNormalization(2), x), x)
+    assert not takes(built(Doubled(2), x), x)
+
+
+@pytest.mark.parametrize("policy", ["float32", "float64", "mixed_float16"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_inputs_of_another_type_than_the_layer(dtype, policy):
+    """Keras does not convert them for this layer."""
+    x = tf.cast(random(3, 5, 4), dtype)
+    layer = built(layers.GroupNormalization(2, dtype=policy), x)
+    zeta, terms = group_normalization(layer, x)
+    own = layer(x)
+    assert zeta.dtype == own.dtype
+    np.testing.assert_allclose(zeta, own, atol=5e-3)
+    g = tf.cast(random(*zeta.shape), zeta.dtype)
+    for term in terms:
+        assert term.per_example(g, Rows())[0].shape == (3, 4)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_groups_of_images_of_any_size_pass_on_what_autodiff_does(jit):
+    layer = built(layers.GroupNormalization(2), random(3, 5, 2, 4))
+    shape = [None, None, None, 4]
+
+    def derivative(run):
+        @tf.function(
+            autograph=False,
+            jit_compile=jit,
+            input_signature=2 * [tf.TensorSpec(shape, "float64")],
+        )
+        def of(x, g):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                zeta = run(x)
+            return tape.gradient(zeta, x, g)
+
+        return of
+
+    own = derivative(lambda x: group_normalization(layer, x)[0])
+    exact = derivative(layer)
+    for sizes in ((3, 5, 2, 4), (2, 1, 3, 4)):
+        arguments = random(*sizes), random(*sizes, seed=1)
+        np.testing.assert_allclose(own(*arguments), exact(*arguments), 1e-8)
+
+
 def test_sums_of_the_backward_pass_serve_the_norms():
     """Not a second reduction of g for gamma and beta."""
     layer = built(layers.GroupNormalization(2), random(3, 5, 4))
