@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test speed docs docs-test wheel-test lint format browser clean
+.PHONY: help demo test speed docs docs-test wheel-test lint format browser data clean
 .NOTPARALLEL:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make lint    check style only"
 	@echo "make format  sort imports, fix and format the code"
 	@echo "make browser install Chromium, with which the report is tested"
+	@echo "make data    install Fashion-MNIST, which an example trains on"
 	@echo "make clean   remove .venv, builds and caches"
 
 demo: $(VENV)/.stamp-demo
@@ -59,6 +60,12 @@ browser:
 	@command -v chromium || { test "$$(id -u)" = 0 && \
 	apt-get update -qq && apt-get install -qq -y chromium; } || \
 	echo "No Chromium, and no rights to install it: its tests are skipped."
+
+# Without it the example downloads the data, where there is a network.
+data:
+	@test -d /usr/share/datasets/fashion-mnist || { test "$$(id -u)" = 0 && \
+	apt-get update -qq && apt-get install -qq -y dataset-fashion-mnist; } || \
+	echo "No Fashion-MNIST, and no rights to install it: Keras downloads it."
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

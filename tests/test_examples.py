@@ -70,7 +70,12 @@ def test_lstm(run):
 
 
 def test_fashion_mnist(run):
-    names = run("fashion_mnist")
+    try:
+        names = run("fashion_mnist")
+    except Exception as error:
+        if "URL fetch failure" not in str(error):
+            raise
+        pytest.skip("Fashion-MNIST is not here (make data), nor a network")
     assert names["epsilon"] <= 2.7
     assert [row[0] for row in names["rows"]] == list(names["PLANS"])
     assert names["rows"][0][2] > 0.5  # By chance: 0.1.
