@@ -10,7 +10,7 @@ memory that a process held. A mode that takes long makes fewer steps
 (`--seconds`). What cannot run is left out with the reason.
 
 The table has, for each mode, milliseconds a step and speed and memory relative
-to plain training, and for `auto` its time over that of the best named method.
+to plain training (compiled by XLA where it is there in that form only), and for `auto` its time over that of the best named method.
 `--out FILE` writes it to a file, which `benchmarks.picture` draws.
 """
 
@@ -181,7 +181,8 @@ def table(name, found):
     )
     for column in ("method", "ms a step", "speed", "steps", "MB", "memory"):
         shown.add_column(column, justify="right")
-    plain, _, most = found.get(PLAIN, (None, None, None))
+    compiled = found.get(f"{PLAIN}-xla", (None, None, None))
+    plain, _, most = found.get(PLAIN, compiled)
     for mode, (seconds, steps, memory) in found.items():
         shown.add_row(
             mode,
