@@ -10,7 +10,8 @@ memory that a process held. A mode that takes long makes fewer steps
 (`--seconds`). What cannot run is left out with the reason.
 
 The table has, for each mode, milliseconds a step and speed and memory relative
-to plain training (compiled by XLA where it is there in that form only), and for `auto` its time over that of the best named method.
+to plain training (compiled by XLA where it is there in that form only), and
+for `auto` its time over that of the best named method.
 `--out FILE` writes it to a file, which `benchmarks.picture` draws.
 """
 
