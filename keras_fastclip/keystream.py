@@ -100,9 +100,9 @@ def normal(
 def normal_by_numpy(words: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Normal values, two for each column of the words, shape (2, pairs).
 
-    There is nothing to compile. In a step it takes three times what `normal`
-    compiled by XLA takes: 8 ns of processors' time a value against 2.7. The
-    angle is rounded to the type, to 2²⁴ steps in half a turn of float32.
+    There is nothing to compile, but it takes more than twice the time of
+    `normal` compiled by XLA (`python -m benchmarks.noise`). The angle is
+    rounded to the type, to 2²⁴ steps in half a turn of float32.
     """
     size = 2 * words.shape[1] * np.dtype(dtype).itemsize
     values = _aligned(size).view(dtype).reshape(2, -1)
