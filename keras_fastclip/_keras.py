@@ -527,6 +527,19 @@ def functional_from_config(config, custom_objects) -> tuple[Any, Any, str]:
     return plain._inputs_struct, plain._outputs_struct, plain.name
 
 
+def independent(tensor: tf.Tensor) -> tf.Tensor:
+    """Lets an operation run beside others that have a state, too.
+
+    TensorFlow runs such operations of a graph, calls of Python among them, one
+    after the other.
+    """
+    if not tf.executing_eagerly():
+        manager = getattr(tensor.graph, "experimental_acd_manager", None)
+        if manager is not None:
+            manager.run_independently(tensor.op)
+    return tensor
+
+
 def on_cpu() -> bool:
     """Whether what is traced now runs by TensorFlow's own CPU kernels.
 

@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from keras_fastclip import _keras
+from keras_fastclip.registry.activation import with_own_derivative
 from keras_fastclip.registry.fallback import (
     OPAQUE,
     LayerLocal,
@@ -116,6 +117,12 @@ class Plan:
     facts: tuple[tuple[Unit, Facts], ...] = ()
     traits: tuple[Any, ...] = ()
     numbers: tuple[int, int] = (0, 0)
+
+    @property
+    def multiplications(self) -> int:
+        """By kernels, in the forward pass of an example."""
+        items = [part.item for part in self.traits if part.item is not None]
+        return sum(i.calls * i.kernel.positions * i.kernel.built for i in items)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -448,7 +455,8 @@ def _by_rule(unit, key, layout, arguments):
             f"(zeta, omega, psi); it returned {result!r}."
         )
     zeta, omega, *rest = result
-    psi = rest[0] if rest else getattr(unit.layer, "activation", None)
+    psi = getattr(unit.layer, "activation", None)
+    psi = rest[0] if rest else with_own_derivative(psi)
     rows = layout.outputs[0] if layout.outputs else ONE_ROW
     if callable(omega):
         if rows != ONE_ROW or unit.random:

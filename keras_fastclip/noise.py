@@ -7,7 +7,7 @@ too, with 128 secret bits from the operating system. `noise="secure"` adds
 integers to integers (`rounded.py`), on the processor and nowhere else.
 """
 
-import functools
+import os
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -15,20 +15,22 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import _keras, keystream, rounded
+from keras_fastclip import _keras, keystream, normal, rounded
+from keras_fastclip.keystream import Keystream
 
 PHILOX = 1
 # Counters of one step: more weights than any model has.
 STREAMS_PER_STEP = 1 << 20
 # Sums of fewer values get their noise together.
 SMALL = 1 << 16
-# For fewer values in all, nothing is compiled: XLA takes some 60 MB, and some
-# time before the first step. Nor for sums whose size is not known when a step
-# is traced.
-COMPILED_FROM = 1 << 21
-# Longer ones get it in pieces, so many at a time: more would hold memory.
+# Longer ones get it in pieces, so many at a time: more would hold memory, and
+# threads would wait for Python's lock.
 PIECE = 1 << 20
-IN_FLIGHT = 2
+IN_FLIGHT = min(os.cpu_count() or 1, 8)
+# Noise is compiled where there are many values, and few multiplications beside
+# each of them: where it takes much of the time of a step.
+COMPILED_FROM = 1 << 21
+FEW_MULTIPLICATIONS = 500
 NOT_BY_XLA = (
     "noise='secure' takes exact arithmetic, which XLA does not have. Compile "
     "the model with jit_compile=False, or make it with noise='fast'."
@@ -66,6 +68,7 @@ class GaussianNoise:
         divisor: float = 1.0,
         first: int = 0,
         sensitivity: tf.Tensor | None = None,
+        multiplications: float = 0.0,
     ) -> list[tf.Tensor]:
         """(sum + noise) / divisor for each of the sums.
 
@@ -82,61 +85,39 @@ class GaussianNoise:
                 step and number together may be used once only.
             sensitivity: C, how far one example can move all sums together;
                 `SecureNoise` needs it.
+            multiplications: in the forward pass of the step, about.
         """
         del sensitivity
         numbers = range(first, first + len(sums))
         if not _keras.on_cpu():
             return self._add_on_device(sums, stddev, step, divisor, numbers)
-        stddev = tf.cast(stddev, tf.float64)
-        divisor = tf.constant(divisor, tf.float64)
-        sizes = [total.shape.num_elements() or 0 for total in sums]
-        compiled = sum(sizes) >= COMPILED_FROM
-        parts = []
+        stddev, parts = tf.cast(stddev, tf.float64), []
+        values = sum(total.shape.num_elements() or 0 for total in sums)
+        compiled = values >= COMPILED_FROM
+        compiled &= multiplications < FEW_MULTIPLICATIONS * values
 
         def add(flat, place):
             """By AES; no more than some pieces at a time."""
-            first = len(parts)
-            for piece in _pieces(flat):
-                waits = [] if len(parts) < IN_FLIGHT else parts[-IN_FLIGHT]
-                name = numbers[place], len(parts) - first
-                size = piece.shape[0]
-                # For a size that varies it would be compiled again and again.
-                if compiled and size is not None and size >= SMALL:
-                    words = self._words(piece, step, name, waits)
-                    noised = _compiled(piece.dtype)
-                    parts.append(noised(piece, words, stddev, divisor))
-                else:
-                    values = self._values(piece, step, name, waits)
-                    parts.append([_added(piece, values, stddev, divisor)])
-            return tf.concat([h for part in parts[first:] for h in part], 0)
+            pieces = _pieces(flat)
+            for i, piece in enumerate(pieces):
+                stream = self._stream((numbers[place], i))
+                # For a size that varies XLA would compile again and again.
+                large = piece.shape[0] is not None and piece.shape[0] >= SMALL
+                by = _by_xla if compiled and large else _by_numpy
+                before = parts[-IN_FLIGHT] if len(parts) >= IN_FLIGHT else []
+                with tf.control_dependencies([piece, *before]):
+                    parts.append(by(piece, stddev, divisor, stream, step))
+            return tf.concat([h for p in parts[-len(pieces) :] for h in p], 0)
 
         return _in_groups(sums, add)
 
-    def _words(self, piece, step, name, waits):
-        """Random words for values to be added, drawn once these are there."""
+    def _stream(self, number):
+        """Makes the keystream of a tensor by the number of the step."""
 
-        def draw(step, size):
-            pairs = (int(size) + 1) // 2
-            return keystream.random_words(pairs, self._name(name, step))
+        def stream(step):
+            return Keystream(self._name(number, step))
 
-        words = _drawn(draw, piece, step, waits, tf.uint32)
-        size = piece.shape[0]
-        words.set_shape([keystream.WORDS, (size + 1) // 2])
-        return words
-
-    def _values(self, piece, step, name, waits):
-        """Normal values to be added to others, drawn once these are there."""
-        dtype = piece.dtype.as_numpy_dtype
-
-        def draw(step, size):
-            pairs = (int(size) + 1) // 2
-            words = keystream.random_words(pairs, self._name(name, step))
-            values = keystream.normal_by_numpy(words, dtype)
-            return values.reshape(-1)[: int(size)]
-
-        values = _drawn(draw, piece, step, waits, piece.dtype)
-        values.set_shape(piece.shape)
-        return values
+        return stream
 
     def _name(self, number, step):
         """What repeatable values are made from; None for secret ones."""
@@ -218,9 +199,11 @@ class SecureNoise:
         divisor: float = 1.0,
         first: int = 0,
         sensitivity: tf.Tensor | None = None,
+        multiplications: float = 0.0,
     ) -> list[tf.Tensor]:
         """As `GaussianNoise.add`."""
         del step, first  # No two draws are alike.
+        del multiplications
         if _keras.in_xla():
             raise ValueError(NOT_BY_XLA)
         coordinates = sum(total.shape.num_elements() for total in sums)
@@ -246,6 +229,27 @@ class SecureNoise:
             return tf.ensure_shape(noised, flat.shape)
 
         return _in_groups(sums, add)
+
+
+def _by_numpy(piece, stddev, divisor, stream, step):
+    """(sum + noise) / divisor for a piece of a sum, in one part."""
+
+    def draw(piece, stddev, step):
+        return normal.add_by_numpy(piece, float(stddev), divisor, stream(step))
+
+    noised = tf.numpy_function(draw, [piece, stddev, step], piece.dtype)
+    return [tf.ensure_shape(_keras.independent(noised), piece.shape)]
+
+
+def _by_xla(piece, stddev, divisor, stream, step):
+    """The same in two parts."""
+    pairs = (piece.shape[0] + 1) // 2
+    words = tf.numpy_function(
+        lambda step: normal.random_words(pairs, stream(step)), [step], tf.uint32
+    )
+    words = tf.ensure_shape(_keras.independent(words), [normal.WORDS, pairs])
+    add = normal.add_by_xla(piece.dtype)
+    return add(piece, words, stddev, tf.constant(divisor, tf.float64))
 
 
 def _in_groups(
@@ -281,49 +285,6 @@ def _pieces(flat):
     if not size:
         return [flat]
     count = -(-size // PIECE)
-    # Of even length, but for the last: there are two values to each pair.
-    each = 2 * -(-size // (2 * count))
+    # Where they begin, TensorFlow takes them from the vector without a copy.
+    each = keystream.ALIGNMENT * -(-size // (keystream.ALIGNMENT * count))
     return [flat[start : start + each] for start in range(0, size, each)]
-
-
-def _drawn(draw, piece, step, waits, dtype):
-    """What NumPy draws for a piece of a sum, once that and others are there."""
-    with tf.control_dependencies([piece, *waits]):
-        return tf.numpy_function(draw, [step, tf.size(piece)], dtype)
-
-
-def _added(flat, values, stddev, divisor):
-    """(flat + noise) / divisor."""
-    scale = tf.cast(stddev / divisor, flat.dtype)
-    return flat * tf.cast(1 / divisor, flat.dtype) + scale * values
-
-
-def _add_normal(flat, words, stddev, divisor):
-    """(flat + noise) / divisor, in two halves.
-
-    Joined in here, XLA would work out each pair of values twice.
-    """
-    values = keystream.normal(words, flat.dtype)
-    pairs = words.shape[1]
-    pairs = tf.shape(words)[1] if pairs is None else pairs
-    return [
-        _added(part, half[: tf.size(part)], stddev, divisor)
-        for part, half in zip((flat[:pairs], flat[pairs:]), values, strict=True)
-    ]
-
-
-@functools.cache
-def _compiled(dtype: tf.DType):
-    """One loop over the values, in place of some thirty passes over them.
-
-    Traced once in a process; XLA compiles it for each size that it meets.
-    """
-    signature = [
-        tf.TensorSpec([None], dtype),
-        tf.TensorSpec([keystream.WORDS, None], tf.uint32),
-        tf.TensorSpec([], tf.float64),
-        tf.TensorSpec([], tf.float64),
-    ]
-    return tf.function(
-        _add_normal, signature, autograph=False, jit_compile=True
-    )

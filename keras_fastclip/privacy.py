@@ -715,7 +715,12 @@ class Privacy:
                 )
                 batch = [*dense.values(), *totals]
             means = self.noise.add(
-                batch, sigma * norm, step, batch_size, sensitivity=norm
+                batch,
+                sigma * norm,
+                step,
+                batch_size,
+                sensitivity=norm,
+                multiplications=batch_size * self._plan.multiplications,
             )
         found = dict(zip([*dense, *tables], means, strict=True))
         for (key, table), chosen in zip(tables.items(), rows, strict=True):

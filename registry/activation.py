@@ -1,8 +1,15 @@
-"""The rule for PReLU, whose slopes are weights: ζ is the output."""
+"""Activations: the rule for PReLU, and a derivative for GELU.
+
+The slopes of PReLU are weights, and ζ is its output.
+"""
+
+import math
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
+from keras_fastclip import _keras
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.terms import (
     Small,
@@ -17,3 +24,29 @@ def prelu(layer, inputs):
     shape = tuple(layer.alpha.shape)
     term = Small(layer.alpha, lambda g: sum_to_shape(-g * negative, shape))
     return type(layer).call(layer, inputs), [term]
+
+
+def with_own_derivative(activation: Callable | None) -> Callable | None:
+    """The same function, with a faster derivative where there is one."""
+    return _gelu if activation is keras.activations.gelu else activation
+
+
+def _gelu(z):
+    """z·Φ(z), whose derivative is Φ(z) + z·φ(z).
+
+    Plain differentiation holds four arrays of the size of z until the backward
+    pass and goes over more of them; here z and Φ(z) are all.
+    """
+    if z.dtype not in (tf.float32, tf.float64):
+        return keras.activations.gelu(z)
+    return _keras.custom_gradient(_gelu_and_derivative)(z)
+
+
+def _gelu_and_derivative(z):
+    below = 0.5 * tf.math.erf(z * math.sqrt(0.5)) + 0.5
+
+    def backward(g):
+        density = tf.exp(-0.5 * tf.square(z)) / math.sqrt(2 * math.pi)
+        return g * (below + z * density)
+
+    return z * below, backward

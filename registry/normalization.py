@@ -2,8 +2,11 @@
 
 ζ is the output x̂·γ + β, where x̂, the normalized input, depends on no weight.
 The layer itself computes x̂, with γ = 1 and β = 0 in place of its weights. But
-for groups of channels there is a faster way, since what the backward pass needs
-are the gradients of γ and β by example.
+for groups of channels and for the last axis there are faster ways, which share
+with the backward pass what the gradients of γ and β by example are made of.
+With x̂ = d·r, d = x - mean(x), r = 1/σ and h = g·γ, the cotangent of x is
+
+    r·(h - mean(h) - x̂·mean(h·x̂)) .
 """
 
 import keras
@@ -19,7 +22,9 @@ from keras_fastclip.registry.terms import Small, at_least_float32
 def layer_normalization(layer, inputs):
     if layer.rms_scaling:
         return NotImplemented
-    return _affine(layer, inputs, layer.gamma, layer.beta)
+    if not _is_last_axis(layer, inputs):
+        return _affine(layer, inputs, layer.gamma, layer.beta)
+    return _normalized(layer, _LastAxis(layer, at_least_float32(inputs)))
 
 
 @register(keras.layers.RMSNormalization)
@@ -35,47 +40,40 @@ def rms_normalization(layer, x):
 def group_normalization(layer, inputs):
     if not _keras.normalizes_as_keras(layer):
         return NotImplemented
-    if not _has_groups(layer, inputs):
+    if not _is_last_axis(layer, inputs):
         return _affine(layer, inputs, layer.gamma, layer.beta)
-    groups = _Groups(layer, at_least_float32(inputs))
-    zeta = tf.cast(groups.zeta, layer.compute_dtype)
+    return _normalized(layer, _Groups(layer, at_least_float32(inputs)))
+
+
+def _normalized(layer, found):
+    """ζ and terms of a layer."""
+    zeta = tf.cast(found.zeta, layer.compute_dtype)
     terms = [
-        Small(weight, lambda g, i=i: groups.sums(g)[i])
+        Small(weight, lambda g, i=i: found.sums(g)[i])
         for i, weight in enumerate((layer.gamma, layer.beta))
         if weight is not None
     ]
     return zeta, terms
 
 
-def _has_groups(layer, inputs):
-    """Whether `_Groups` is for these inputs."""
-    (axis,) = _axes(layer.axis, inputs.shape.rank)
+def _is_last_axis(layer, inputs):
+    """Whether `_LastAxis` is for these inputs, or `_Groups`."""
     return (
-        axis == inputs.shape.rank - 1
+        _axes(layer.axis, inputs.shape.rank) == [inputs.shape.rank - 1]
         # Keras leaves inputs of other types as they are.
         and inputs.dtype == layer.compute_dtype
     )
 
 
-class _Groups:
-    """Groups of channels, normalized over all positions; channels come last.
-
-    With d = x - mean(x), r = 1/σ and h = g·γ, the cotangent of x is
-
-        r·(h - mean(h) - x̂·mean(h·x̂)) ,   x̂ = d·r .
-
-    Both means follow from Σg·x̂ and Σg over the positions, which are the
-    gradients of γ and β by example: they are taken once for both. And a sum
-    over positions first, then over the channels of a group, takes a CPU less
-    time than a sum over both at once.
+class _WithDerivative:
+    """A normalization with a derivative of its own.
 
     Attributes:
         zeta: the output.
     """
 
     def __init__(self, layer, inputs):
-        self._groups, self._epsilon = layer.groups, layer.epsilon
-        self._latest = None
+        self._layer, self._latest = layer, None
         width = inputs.shape[-1]
         gamma, beta = (
             tf.fill([width], tf.constant(neutral, inputs.dtype))
@@ -88,19 +86,70 @@ class _Groups:
 
     def _normalized(self, inputs, gamma, beta):
         """The output, and the function that its cotangent goes back by."""
+        raise NotImplementedError
+
+    def sums(self, g):
+        """Σg·x̂ and Σg over the positions of each row, (rows, channels)."""
+        if self._latest is not None and self._latest[0] is g:
+            return self._latest[1]
+        return self._sums(g)
+
+    def _sums(self, g):
+        raise NotImplementedError
+
+    def _sums_of(self, cotangent, inputs):
+        """The same in a backward pass, to be known again."""
+        g = tf.ensure_shape(cotangent, inputs.shape)
+        self._latest = cotangent, self._sums(g)
+        return g, self._latest[1]
+
+
+class _LastAxis(_WithDerivative):
+    """All positions, each normalized over its channels."""
+
+    def _normalized(self, inputs, gamma, beta):
+        d = inputs - tf.reduce_mean(inputs, -1, keepdims=True)
+        variance = tf.reduce_mean(tf.square(d), -1, keepdims=True)
+        r = tf.math.rsqrt(variance + self._layer.epsilon)
+        self._normal = normal = d * r
+
+        def backward(cotangent):
+            g, sums = self._sums_of(cotangent, inputs)
+            h = g * gamma
+            mean = tf.reduce_mean(h, -1, keepdims=True)
+            slope = tf.reduce_mean(h * normal, -1, keepdims=True)
+            total = [tf.reduce_sum(each, 0) for each in sums]
+            return r * (h - mean - normal * slope), *total
+
+        return normal * gamma + beta, backward
+
+    def _sums(self, g):
+        of_gamma = tf.reduce_sum(positions(g * self._normal), 1)
+        return of_gamma, tf.reduce_sum(positions(g), 1)
+
+
+class _Groups(_WithDerivative):
+    """Groups of channels, normalized over all positions; channels come last.
+
+    Both means follow from Σg·x̂ and Σg over the positions, which are the
+    gradients of γ and β by example: they are taken once for both. And a sum
+    over positions first, then over the channels of a group, takes a CPU less
+    time than a sum over both at once.
+    """
+
+    def _normalized(self, inputs, gamma, beta):
         x = positions(inputs)
         d = x - self._mean(tf.reduce_mean(x, 1))[:, None]
         variance = self._mean(tf.reduce_mean(tf.square(d), 1))
-        r = tf.math.rsqrt(variance + self._epsilon)
+        r = tf.math.rsqrt(variance + self._layer.epsilon)
         scale = r * gamma
         zeta = d * scale[:, None] + beta
         self._d, self._r = d, r
         count = tf.cast(tf.shape(x)[1], x.dtype)
 
         def backward(cotangent):
-            g = tf.ensure_shape(cotangent, inputs.shape)
-            of_gamma, of_beta = sums = self._sums(g)
-            self._latest = cotangent, sums
+            g, sums = self._sums_of(cotangent, inputs)
+            of_gamma, of_beta = sums
             mean = r * self._mean(gamma * of_beta) / count
             slope = r * r * self._mean(gamma * of_gamma) / count
             away = d * slope[:, None] + mean[:, None]
@@ -112,17 +161,11 @@ class _Groups:
 
     def _mean(self, by_channel):
         """(rows, channels), means over the channels of a group for each."""
-        width = by_channel.shape[-1]
-        each = width // self._groups
-        groups = tf.reshape(by_channel, [-1, self._groups, each])
-        means = tf.reduce_mean(groups, -1, keepdims=True)
+        width, groups = by_channel.shape[-1], self._layer.groups
+        each = width // groups
+        parts = tf.reshape(by_channel, [-1, groups, each])
+        means = tf.reduce_mean(parts, -1, keepdims=True)
         return tf.reshape(tf.tile(means, [1, 1, each]), [-1, width])
-
-    def sums(self, g):
-        """Σg·x̂ and Σg over the positions of each row, (rows, channels)."""
-        if self._latest is not None and self._latest[0] is g:
-            return self._latest[1]
-        return self._sums(g)
 
     def _sums(self, g):
         g = positions(g)
