@@ -8,10 +8,11 @@ training step is traced. Time grows in proportion to the number of examples, so
 a few are enough: some 16 MB of numbers, or more where two examples take more.
 
 What takes time is to write a way as a graph: some 50 ms, and 300 for a loop.
-Whether loops pay depends on the machine rather than on the kernel, but for the
-gradients of convolutions. So they are timed for the first kernel; where they
-take a quarter longer than all examples at once, they are taken to do so for
-others.
+No way takes much less time than plain training does, so where all examples at
+once are near to that, no loop is timed. Whether others pay depends on the
+machine rather than on the kernel, but for the gradients of convolutions. So
+where they take a quarter longer than all examples at once for one kernel, they
+are taken to do so for others.
 """
 
 import dataclasses
@@ -56,6 +57,8 @@ def plain_clock(kernel: Kernel, jit_compile: bool = False) -> float:
 # By kind of kernel and norm, how much longer loops take.
 _slower: dict[tuple, float] = {}
 _CLEARLY = 1.25
+# What is near to plain training, in its time.
+_NEAR = 1.6
 
 
 @functools.cache
@@ -67,20 +70,23 @@ def _measured(kernel: Kernel, way: Way | None, jit_compile: bool) -> float:
     usual = None if way is None else _at_once(kernel, way)
     if usual is None:
         return _timed(kernel, way, jit_compile)
-    kind = type(kernel), way.norm, jit_compile
     at_once = _measured(kernel, usual, jit_compile)
-    if _slower.get(kind, 0) > _CLEARLY:
+    plain = _measured(kernel, None, jit_compile)
+    if at_once + plain * way.ghost < _NEAR * plain:
+        return at_once * _CLEARLY
+    kind = type(kernel), way.norm, jit_compile
+    alike = way.ghost or type(kernel) is Kernel
+    if alike and _slower.get(kind, 0) > _CLEARLY:
         return at_once * _slower[kind]
     seconds = _timed(kernel, way, jit_compile)
-    _slower.setdefault(kind, seconds / at_once)
+    _slower[kind] = seconds / at_once
     return seconds
 
 
 def _at_once(kernel, way):
-    """What a loop is compared with, if that tells of other kernels, too."""
+    """What a loop is compared with, if that is no more than can be timed."""
     forms = kernel.timed_ghost if way.ghost else kernel.timed
-    alike = way.ghost or type(kernel) is Kernel
-    if way.form != "loop" or forms[0] == "loop" or not alike:
+    if way.form != "loop" or forms[0] == "loop":
         return None
     usual = dataclasses.replace(way, form=forms[0])
     numbers = _numbers(kernel, usual) * _least(kernel, usual)
@@ -116,9 +122,10 @@ def _timed(kernel, way, jit_compile):
     examples = int(min(most, _NUMBERS / _numbers(kernel, way)))
     examples = max(examples, _least(kernel, way))
     with _keras.eager_scope():
-        term, g = kernel.sample(examples)
+        inputs, g = kernel.sample(examples)
 
-        def run(finite):
+        def run(inputs, g, finite):
+            term = kernel.on(inputs)
             part = Part([Use(term, g, Rows(kernel.rows), None)])
             if way is None:
                 sums = part.weighted_sum(tf.ones([examples]), finite)
@@ -128,9 +135,12 @@ def _timed(kernel, way, jit_compile):
             sums = part.weighted_sum(norms, finite) if way.keep else {}
             return [norms, *sums.values()]
 
-        # Whether norms are finite is known when a step runs, not before.
+        # Arguments all of them: what a graph holds stays for longer. And
+        # whether norms are finite is known when a step runs, not before.
         step = functools.partial(
             tf.function(run, jit_compile=jit_compile, autograph=False),
+            inputs,
+            g,
             tf.constant(True),
         )
         return min(_seconds(step) for _ in range(_RUNS + 1)) / examples

@@ -43,10 +43,12 @@ def _gelu(z):
 
 
 def _gelu_and_derivative(z):
-    below = 0.5 * tf.math.erf(z * math.sqrt(0.5)) + 0.5
+    # As in TensorFlow, where it has the precision of float32 in all types.
+    root = tf.cast(math.sqrt(0.5), z.dtype)
+    below = 0.5 * tf.math.erfc(-root * z)
 
     def backward(g):
-        density = tf.exp(-0.5 * tf.square(z)) / math.sqrt(2 * math.pi)
+        density = tf.exp(-tf.square(root * z)) * (root / math.sqrt(math.pi))
         return g * (below + z * density)
 
     return z * below, backward

@@ -676,12 +676,12 @@ class ConvolutionKernel(Kernel):
     def sample(self, examples):
         shape = [examples * self.rows, *self.image]
         inputs = tf.random.stateless_normal(shape, [1, 2])
+        outputs = self.convolve(inputs, tf.zeros(self.weights))
+        return inputs, tf.random.stateless_normal(outputs.shape, [3, 4])
+
+    def on(self, inputs):
         kernel = tf.zeros(self.weights)
-        g = tf.random.stateless_normal(
-            self.convolve(inputs, kernel).shape, [3, 4]
-        )
-        term = self.term(kernel, self.geometry, inputs, self.convolve)
-        return term, g
+        return self.term(kernel, self.geometry, inputs, self.convolve)
 
 
 class SharedByGroups(Convolution):

@@ -119,14 +119,19 @@ class Kernel:
         """The same for a ghost norm."""
         return 0
 
-    def sample(self, examples: int) -> tuple[Term, tf.Tensor]:
-        """A term of these sizes on random numbers, with a cotangent."""
+    def sample(self, examples: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Random inputs of these sizes, with a cotangent."""
         blocks = [self.blocks] if self.blocks > 1 else []
         shape = [examples, self.positions, *blocks]
         a = tf.random.stateless_normal([*shape, self.inputs], [1, 2])
         g = tf.random.stateless_normal([*shape, self.outputs], [3, 4])
+        return a, g
+
+    def on(self, a: tf.Tensor) -> Term:
+        """A term of these sizes on such inputs."""
+        blocks = [self.blocks] if self.blocks > 1 else []
         kernel = tf.zeros([*blocks, self.inputs, self.outputs])
-        return Linear(kernel, a, itself, itself if blocks else None), g
+        return Linear(kernel, a, itself, itself if blocks else None)
 
 
 class Linear(Term):

@@ -92,6 +92,41 @@ def test_custom_gradients_do_not_hold_graphs():
     assert gone() is None
 
 
+def test_calls_of_python_wait_for_each_other_unless_independent():
+    def calls(independent):
+        @tf.function
+        def run(x):
+            for _ in range(2):
+                called = tf.numpy_function(lambda x: x, [x], x.dtype)
+                if independent:
+                    called = _keras.independent(called)
+            return called
+
+        graph = run.get_concrete_function(tf.zeros([2])).graph
+        return [o for o in graph.get_operations() if o.type == "PyFunc"]
+
+    assert [len(call.control_inputs) for call in calls(False)] == [0, 1]
+    free = calls(True)
+    assert [len(call.control_inputs) for call in free] == [0, 0]
+
+
+def test_independent_calls_are_made_once_each_time():
+    """Neither left out nor made once for all: there is a state."""
+    seen = []
+
+    @tf.function
+    def run():
+        x = tf.constant(1.0)
+        _keras.independent(
+            tf.numpy_function(lambda x: seen.append(1) or x, [x], x.dtype)
+        )
+        return x
+
+    for _ in range(3):
+        run()
+    assert len(seen) == 3
+
+
 def test_subclasses_that_normalize_otherwise_are_told_apart():
     class Plain(layers.GroupNormalization):
         pass

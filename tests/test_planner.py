@@ -294,6 +294,28 @@ def test_loops_that_do_not_pay_are_timed_for_one_kernel_only(
     timing._measured.cache_clear()
 
 
+@pytest.mark.parametrize("norm", ["build", "ghost"])
+@pytest.mark.parametrize("near", [True, False])
+def test_loops_are_not_timed_beside_what_is_near_plain_training(
+    monkeypatch, near, norm
+):
+    monkeypatch.undo()
+    monkeypatch.setattr(timing, "_slower", {})
+    timed = []
+    # A ghost norm comes on top of plain training.
+    at_once = (1.5 if near else 1.7) - (norm == "ghost")
+
+    def seconds(kernel, way, jit_compile):
+        timed.append(way)
+        return 1.0 if way is None or way.form == "loop" else at_once
+
+    monkeypatch.setattr(timing, "_timed", seconds)
+    way = Way(norm, "loop", keep=norm == "build")
+    assert timing._measured(Kernel(20, 8, 33), way, False) > 0
+    assert (way in timed) != near
+    timing._measured.cache_clear()
+
+
 def test_what_would_take_much_memory_is_not_timed_for_comparison(monkeypatch):
     monkeypatch.undo()
     timed = []

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from keras import layers
 
 from keras_fastclip import _keras
-from keras_fastclip.registry.normalization import group_normalization
+from keras_fastclip.registry.normalization import (
+    group_normalization,
+    layer_normalization,
+)
 from keras_fastclip.registry.terms import Rows
 from tests.registry.helpers import (
     built,
@@ -23,6 +26,17 @@ from tests.registry.helpers import (
 )
 
 pytestmark = pytest.mark.usefixtures("float64")
+
+# Layers whose rules have derivatives of their own, with these.
+by_group = functools.partial(layers.GroupNormalization, 2)
+own_derivatives = pytest.mark.parametrize(
+    "make, rule",
+    [
+        (by_group, group_normalization),
+        (layers.LayerNormalization, layer_normalization),
+    ],
+    ids=["groups", "last axis"],
+)
 
 SHAPES = {2: (4,), 3: (3, 4), 4: (2, 3, 4), 5: (2, 3, 2, 4)}
 
@@ -162,13 +176,14 @@ def test_subclasses_that_normalize_otherwise_are_left_out():
     assert not takes(built(Doubled(2), x), x)
 
 
+@own_derivatives
 @pytest.mark.parametrize("policy", ["float32", "float64", "mixed_float16"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_inputs_of_another_type_than_the_layer(dtype, policy):
-    """Keras does not convert them for this layer."""
+def test_inputs_of_another_type_than_the_layer(dtype, policy, make, rule):
+    """Keras does not convert them for such a layer."""
     x = tf.cast(random(3, 5, 4), dtype)
-    layer = built(layers.GroupNormalization(2, dtype=policy), x)
-    zeta, terms = group_normalization(layer, x)
+    layer = built(make(dtype=policy), x)
+    zeta, terms = rule(layer, x)
     own = layer(x)
     assert zeta.dtype == own.dtype
     np.testing.assert_allclose(zeta, own, atol=5e-3)
@@ -177,9 +192,10 @@ def test_inputs_of_another_type_than_the_layer(dtype, policy):
         assert term.per_example(g, Rows())[0].shape == (3, 4)
 
 
+@own_derivatives
 @pytest.mark.parametrize("jit", [False, True])
-def test_groups_of_images_of_any_size_pass_on_what_autodiff_does(jit):
-    layer = built(layers.GroupNormalization(2), random(3, 5, 2, 4))
+def test_images_of_any_size_pass_on_what_autodiff_does(jit, make, rule):
+    layer = built(make(), random(3, 5, 2, 4))
     shape = [None, None, None, 4]
 
     def derivative(run):
@@ -196,22 +212,23 @@ def test_groups_of_images_of_any_size_pass_on_what_autodiff_does(jit):
 
         return of
 
-    own = derivative(lambda x: group_normalization(layer, x)[0])
+    own = derivative(lambda x: rule(layer, x)[0])
     exact = derivative(layer)
     for sizes in ((3, 5, 2, 4), (2, 1, 3, 4)):
         arguments = random(*sizes), random(*sizes, seed=1)
         np.testing.assert_allclose(own(*arguments), exact(*arguments), 1e-8)
 
 
-def test_sums_of_the_backward_pass_serve_the_norms():
+@own_derivatives
+def test_sums_of_the_backward_pass_serve_the_norms(make, rule):
     """Not a second reduction of g for gamma and beta."""
-    layer = built(layers.GroupNormalization(2), random(3, 5, 4))
+    layer = built(make(), random(3, 5, 4))
 
     @tf.function(autograph=False)
     def run(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            zeta, terms = group_normalization(layer, x)
+            zeta, terms = rule(layer, x)
             zeta = tf.identity(zeta)
             tape.watch(zeta)
             loss = tf.reduce_sum(tf.square(zeta))
