@@ -2,11 +2,10 @@
 
     python -m benchmarks.noise
 
-Noise is added to ten sums of a million values each, as in a step, by the
-source that the library takes on CPUs, by the one that it takes there for models
-of fewer weights, by the one under XLA, by `noise="secure"` and by TensorFlow's
-own; in turn, and what is shown are medians
-of the time that passes and of that of all processors.
+Noise is added to ten sums of a million values each, as in a step, by the two
+sources that the library takes on CPUs, compiled and by NumPy, by the one under
+XLA, by `noise="secure"` and by TensorFlow's own; in turn, and what is shown are
+medians of the time that passes and of that of all processors.
 """
 
 import functools
