@@ -128,7 +128,9 @@ def custom_gradient(function: Callable) -> Callable:
     That one puts closures of a graph into a registry of the process, which
     holds the graph, and with it the model, for good. Here the tape alone has
     them. Without a tape, as within a loop that is differentiated as a whole,
-    TensorFlow differentiates what the function does.
+    TensorFlow differentiates what the function does. So it does for second
+    derivatives: where a backward pass is itself recorded by a tape, what the
+    forward pass has held would pass for constants.
 
     Args:
         function: maps tensors to tensors, one or several, and to a function
@@ -143,7 +145,15 @@ def custom_gradient(function: Callable) -> Callable:
             outputs = tf.nest.map_structure(tf.identity, outputs)
 
         def flat_backward(*cotangents):
+            if tf_record.could_possibly_record():
+                return plainly(*cotangents)
             return tf.nest.flatten(backward(*cotangents))
+
+        def plainly(*cotangents):
+            with tf.GradientTape() as tape:
+                tape.watch(inputs)
+                again = tf.nest.flatten(function(*inputs)[0])
+            return tape.gradient(again, inputs, list(cotangents))
 
         tf_record.record_operation(
             function.__name__, tf.nest.flatten(outputs), inputs, flat_backward

@@ -202,8 +202,7 @@ class SecureNoise:
         multiplications: float = 0.0,
     ) -> list[tf.Tensor]:
         """As `GaussianNoise.add`."""
-        del step, first  # No two draws are alike.
-        del multiplications
+        del step, first, multiplications  # No two draws are alike.
         if _keras.in_xla():
             raise ValueError(NOT_BY_XLA)
         coordinates = sum(total.shape.num_elements() for total in sums)

@@ -1,14 +1,15 @@
 """Normal values from random bytes.
 
 The transform is Box and Muller's, r cos t and r sin t with r² = -2 ln u. The
-angle t is one of 2³² around the circle; u = (k + ½)/2ᵇ for a random k below 2ᵇ,
-with b of 63 or 64, taken as 1 - v near 1, so that ln u has the precision of its
-type everywhere. The values therefore end at r = 9.4 or 9.5, where a normal pair
-goes on with probability 2⁻⁶⁴ or less: over 10¹² values, such as 10,000 steps of
-100 million weights, they differ from unbounded ones with probability below
-6·10⁻⁸, which adds as much to delta. (32 bits, the usual choice, end at 6.7,
-which shows within a few hundred steps of a large model.) What the rounding of
-values to their type reveals is another matter, as with every such generator.
+angle t is one of 2³² around the circle, which NumPy's form rounds to the type
+(to 2²⁴ steps in half a turn of float32). u = (k + ½)/2ᵇ for a random k below
+2ᵇ, with b of 63 or 64, taken as 1 - v near 1, so that ln u has the precision of
+its type everywhere. The values therefore end at r = 9.4 or 9.5, where a normal
+pair goes on with probability 2⁻⁶⁴ or less: over 10¹² values, such as 10,000
+steps of 100 million weights, they differ from unbounded ones with probability
+below 6·10⁻⁸, which adds as much to delta. (32 bits, the usual choice, end at
+6.7, which shows within a few hundred steps of a large model.) What the rounding
+of values to their type reveals is another matter, as with every such generator.
 
 There are two forms. That of NumPy works on blocks of numbers that stay in the
 caches of a processor. That of XLA takes two thirds of the time or less
@@ -35,7 +36,7 @@ BYTES = 4 * WORDS
 # Pairs that are made at a time. Python's lock is taken for each operation on
 # them: with fewer, threads wait for it.
 BLOCK = 1 << 15
-# Shorter radii are taken from v: ln u is right to 2⁻⁵³.
+# Shorter radii of float32 are taken from v: ln u is right to 2⁻⁵³.
 SHORT = 2.0**-14
 
 
@@ -67,14 +68,17 @@ def by_numpy(words: np.ndarray, dtype: np.dtype, stddev: float = 1.0):
     log, radius, turn, values = (each[:pairs] for each in _room.of(dtype))
     k, angle = words[: 8 * pairs].view(np.uint64), words[8 * pairs :]
     np.right_shift(k, 1, out=k)
-    log[...] = k.view(np.int64)  # Takes less time than unsigned numbers do.
-    log += 0.5
-    log *= 2.0**-63
-    np.log(log, out=log)
+    if radius.dtype == np.float64:
+        log[...] = keystream.log_uniform(k, 63)
+    else:
+        log[...] = k.view(np.int64)  # Takes less time than unsigned numbers.
+        log += 0.5
+        log *= 2.0**-63
+        np.log(log, out=log)
     log *= -2
     radius[...] = log
     np.sqrt(radius, out=radius)
-    if pairs and radius.min() < SHORT:
+    if pairs and radius.dtype != np.float64 and radius.min() < SHORT:
         short = radius < SHORT
         radius[short] = np.sqrt(-2 * keystream.log_uniform(k[short], 63))
     radius *= stddev

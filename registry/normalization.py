@@ -60,6 +60,7 @@ def _is_last_axis(layer, inputs):
     """Whether `_LastAxis` is for these inputs, or `_Groups`."""
     return (
         _axes(layer.axis, inputs.shape.rank) == [inputs.shape.rank - 1]
+        and inputs.shape[-1] is not None
         # Keras leaves inputs of other types as they are.
         and inputs.dtype == layer.compute_dtype
     )
@@ -110,7 +111,10 @@ class _LastAxis(_WithDerivative):
     def _normalized(self, inputs, gamma, beta):
         d = inputs - tf.reduce_mean(inputs, -1, keepdims=True)
         variance = tf.reduce_mean(tf.square(d), -1, keepdims=True)
-        r = tf.math.rsqrt(variance + self._layer.epsilon)
+        epsilon = self._layer.epsilon
+        if epsilon is None:  # As in Keras.
+            epsilon = keras.config.epsilon()
+        r = tf.math.rsqrt(variance + epsilon)
         self._normal = normal = d * r
 
         def backward(cotangent):

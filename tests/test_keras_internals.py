@@ -92,6 +92,30 @@ def test_custom_gradients_do_not_hold_graphs():
     assert gone() is None
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_second_derivatives_of_own_gradients(graph):
+    """What the forward pass holds is no constant to a second tape."""
+
+    @_keras.custom_gradient
+    def cube(x):
+        square = x * x
+        return x * square, lambda g: 3 * g * square
+
+    def derivatives(x):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = cube(x)
+            first = inner.gradient(y, x)
+        return first, outer.gradient(first, x)
+
+    run = tf.function(derivatives) if graph else derivatives
+    first, second = run(tf.constant([2.0, -1.0]))
+    np.testing.assert_allclose(first, [12, 3])
+    np.testing.assert_allclose(second, [12, -6])
+
+
 def test_calls_of_python_wait_for_each_other_unless_independent():
     def calls(independent):
         @tf.function

@@ -35,6 +35,19 @@ def test_values_and_derivatives_are_those_of_keras(dtype, close, run):
         np.testing.assert_allclose(mine, right, close, close)
 
 
+def test_second_derivatives_are_those_of_keras(float64):
+    x = random(50)
+
+    def second(function):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            first = derivative(function, x, tf.ones_like(x))[1]
+        return tape.gradient(first, x)
+
+    exact = second(keras.activations.gelu)
+    np.testing.assert_allclose(second(gelu), exact, 1e-12, 1e-12)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_left_to_keras(dtype):
     x = tf.cast(random(50), dtype)

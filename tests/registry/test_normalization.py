@@ -219,6 +219,30 @@ def test_images_of_any_size_pass_on_what_autodiff_does(jit, make, rule):
         np.testing.assert_allclose(own(*arguments), exact(*arguments), 1e-8)
 
 
+def test_layer_normalization_with_the_epsilon_of_keras():
+    x = random(4, 3, 5)
+    check_rule(built(layers.LayerNormalization(epsilon=None), x), x)
+
+
+@own_derivatives
+def test_second_derivatives_are_those_of_autodiff(make, rule):
+    """As in a model whose loss holds a gradient of its own."""
+    x = random(3, 5, 4)
+    layer = built(make(), x)
+
+    def second(run):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = tf.reduce_sum(tf.sin(run(x)))
+            penalty = tf.reduce_sum(tf.square(inner.gradient(y, x)))
+        return outer.gradient(penalty, x)
+
+    own, exact = second(lambda x: rule(layer, x)[0]), second(layer)
+    np.testing.assert_allclose(own, exact, 1e-8, 1e-10)
+
+
 @own_derivatives
 def test_sums_of_the_backward_pass_serve_the_norms(make, rule):
     """Not a second reduction of g for gamma and beta."""
