@@ -259,7 +259,8 @@ def plot(rows, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--figure")
+    figures = [figure for figure, *_ in grids(full=False)]
+    parser.add_argument("--figure", choices=figures)
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--out", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE")

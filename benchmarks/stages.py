@@ -11,9 +11,9 @@ three steps. Plain and private, each in a process of its own.
 TensorFlow with oneDNN never gives back the memory of arrays, so what check and
 plan took serves the step, and the step takes less anew. Then it also tells what
 its arrays take at their peak in a step, weights included: the column "arrays".
-What private training takes more there than plain training is what the planner
-keeps within its `memory_budget`, by default that of the last column. The sum
-itself and its noise are not counted.
+What private training takes more there than plain training is to be compared
+with the planner's `memory_budget`, by default that of the last column, which
+does not count the sum itself and its noise.
 """
 
 import argparse

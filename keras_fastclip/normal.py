@@ -13,8 +13,8 @@ of values to their type reveals is another matter, as with every such generator.
 
 There are two forms. That of NumPy works on blocks of numbers that stay in the
 caches of a processor. That of XLA takes two thirds of the time or less
-(`python -m benchmarks.noise`), but some 60 MB and a second before the first
-step, most of it for the code of the compiler itself.
+(`python -m benchmarks.noise`), but memory for its compiler, and time before the
+first step.
 """
 
 import functools
@@ -36,7 +36,7 @@ BYTES = 4 * WORDS
 # Pairs that are made at a time. Python's lock is taken for each operation on
 # them: with fewer, threads wait for it.
 BLOCK = 1 << 15
-# Shorter radii of float32 are taken from v: ln u is right to 2⁻⁵³.
+# Shorter radii are taken from v: ln u is right to 2⁻⁵³.
 SHORT = 2.0**-14
 
 
@@ -78,7 +78,7 @@ def by_numpy(words: np.ndarray, dtype: np.dtype, stddev: float = 1.0):
     log *= -2
     radius[...] = log
     np.sqrt(radius, out=radius)
-    if pairs and radius.dtype != np.float64 and radius.min() < SHORT:
+    if pairs and radius.min() < SHORT:
         short = radius < SHORT
         radius[short] = np.sqrt(-2 * keystream.log_uniform(k[short], 63))
     radius *= stddev

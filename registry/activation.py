@@ -34,8 +34,8 @@ def with_own_derivative(activation: Callable | None) -> Callable | None:
 def _gelu(z):
     """z·Φ(z), whose derivative is Φ(z) + z·φ(z).
 
-    Plain differentiation holds four arrays of the size of z until the backward
-    pass and goes over more of them; here z and Φ(z) are all.
+    Until the backward pass, z and Φ(z) are all that is held; plain
+    differentiation holds what each of its operations needs.
     """
     if z.dtype not in (tf.float32, tf.float64):
         return keras.activations.gelu(z)
