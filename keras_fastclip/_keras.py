@@ -13,6 +13,7 @@ import os
 import pathlib
 import shutil
 import threading
+import types
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.variables import AutocastScope
+from keras.src.backend.tensorflow import nn as backend_nn
 from keras.src.backend.tensorflow import numpy as backend_numpy
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
 from keras.src.models.functional import Functional
@@ -172,15 +174,80 @@ def normalizes_as_keras(layer: keras.layers.GroupNormalization) -> bool:
     )
 
 
-_addition = threading.local()
-_keras_add = backend_numpy.add
+class Exchange:
+    """A function of Keras that, within `on`, another one stands in for.
+
+    In the thread that is within, and in no other.
+
+    Args:
+        module: where Keras looks the function up.
+        name: of the function.
+    """
+
+    def __init__(self, module: types.ModuleType, name: str):
+        self.original, self._other = getattr(module, name), None
+        self._place, self._thread = (module, name), threading.local()
+
+    def by(self, other: Callable) -> Callable:
+        """A decorator of what stands in."""
+        self._other = other
+        return other
+
+    @contextlib.contextmanager
+    def on(self):
+        before = getattr(self._thread, "on", False)
+        setattr(*self._place, self._run)
+        self._thread.on = True
+        try:
+            yield
+        finally:
+            self._thread.on = before
+
+    @property
+    def _run(self):
+        @functools.wraps(self.original)
+        def run(*args, **kwargs):
+            on = getattr(self._thread, "on", False)
+            return (self._other if on else self.original)(*args, **kwargs)
+
+        return run
 
 
-@functools.wraps(_keras_add)
+# (query, key, value, bias, mask, is_causal, scale)
+attention = Exchange(backend_nn, "_dot_product_attention_xla")
+# (target, output, from_logits=False, axis=-1)
+cross_entropy = Exchange(backend_nn, "sparse_categorical_crossentropy")
+
+
+@contextlib.contextmanager
+def own_operations():
+    """Within, in this thread, some operations of Keras run faster."""
+    with attention.on(), cross_entropy.on():
+        yield
+
+
+def masked_scores(
+    scores: tf.Tensor, mask: tf.Tensor | None, is_causal: bool
+) -> tf.Tensor:
+    """Scores of attention, very low where a position is not to be seen."""
+    return backend_nn._apply_masks(scores, mask, is_causal)
+
+
+def logits_of(output: tf.Tensor, from_logits: bool) -> tf.Tensor | None:
+    """What a softmax was applied to, or is to be; None if that is not known."""
+    output, from_logits = backend_nn._get_logits(
+        output, from_logits, "Softmax", "sparse_categorical_crossentropy"
+    )
+    return tf.convert_to_tensor(output) if from_logits else None
+
+
+_addition = Exchange(backend_numpy, "add")
+
+
+@_addition.by
 def _add(x1, x2):
-    plain = getattr(_addition, "plain", False)
-    if not plain or not _taken_for_a_bias(x1, x2):
-        return _keras_add(x1, x2)
+    if not _taken_for_a_bias(x1, x2):
+        return _addition.original(x1, x2)
     dtype = keras.backend.result_type(x1.dtype, x2.dtype)
     x1, x2 = (keras.ops.convert_to_tensor(x, dtype) for x in (x1, x2))
     return tf.add(x1, x2)
@@ -195,7 +262,6 @@ def _taken_for_a_bias(x1, x2):
     return x2.shape[-1] == 1 or x2.shape[-1] != x1.shape[-1]
 
 
-@contextlib.contextmanager
 def plain_addition():
     """Within, in this thread, `keras.ops.add` broadcasts like all others.
 
@@ -205,12 +271,7 @@ def plain_addition():
     others. It does where the number of examples is known when a function is
     traced, and without a function.
     """
-    before = getattr(_addition, "plain", False)
-    _addition.plain, backend_numpy.add = True, _add
-    try:
-        yield
-    finally:
-        _addition.plain = before
+    return _addition.on()
 
 
 def untracked_variables(layer: keras.Layer) -> list[tf.Variable]:

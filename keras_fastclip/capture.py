@@ -305,6 +305,7 @@ class Recording:
 
     def __enter__(self) -> "Recording":
         plan = self._plan
+        self._stack.enter_context(_keras.own_operations())
         self._stack.enter_context(
             intercept(plan.units, self._on_call, plan.rewrites)
         )

@@ -14,6 +14,7 @@ import warnings
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_fastclip import _keras
@@ -106,6 +107,89 @@ class _PerExample:
             sample_weight,
             [mask for mask in masks if mask is not None],
             loss.reduction,
+        )
+
+
+# Among fewer classes, the operation of TensorFlow takes no time to speak of.
+_MANY_CLASSES = 256
+# Smaller shares may have been rounded to none, or be of what is no number.
+_LEAST_SHARE = 1e-30
+
+
+@_keras.cross_entropy.by
+def _cross_entropy(target, output, from_logits=False, axis=-1):
+    """Keras's, in fewer passes over logits of many classes.
+
+    TensorFlow's operation takes three times as long as the softmax of oneDNN,
+    from which both the losses and their derivative follow.
+    """
+    original = _keras.cross_entropy.original
+    if not (_keras.on_cpu() and _keras.uses_onednn()):
+        return original(target, output, from_logits, axis)
+    logits = _keras.logits_of(output, from_logits)
+    labels = tf.cast(tf.convert_to_tensor(target), tf.int64)
+    if (
+        logits is None
+        or logits.dtype != tf.float32
+        or (logits.shape[-1] or 0) < _MANY_CLASSES
+        or axis not in (-1, logits.shape.rank - 1)
+        or not labels.shape.is_compatible_with(logits.shape[:-1])
+    ):
+        return original(target, output, from_logits, axis)
+    flat = tf.reshape(logits, [-1, logits.shape[-1]])
+    losses = _SparseCrossEntropy(tf.reshape(labels, [-1])).of(flat)
+    return tf.ensure_shape(
+        tf.reshape(losses, tf.shape(labels)), logits.shape[:-1]
+    )
+
+
+class _SparseCrossEntropy:
+    """-ln pₖ with p = softmax(z) and k the label, for every row.
+
+    Its derivative by z is p, less one at the label.
+
+    Args:
+        labels: (rows,).
+    """
+
+    def __init__(self, labels):
+        self._labels = labels
+
+    def of(self, logits):
+        """Losses of logits (rows, classes)."""
+        return _keras.custom_gradient(self._with_derivative)(logits)
+
+    def _with_derivative(self, logits):
+        shares = tf.nn.softmax(logits)
+        losses = self._losses(logits, shares)
+
+        def backward(cotangent):
+            # Once the losses are there, nobody else needs the array of shares:
+            # it is changed in place.
+            with tf.control_dependencies([losses]):
+                rows = tf.range(tf.size(self._labels, tf.int64))
+                places = tf.stack([rows, self._labels], 1)
+                ones = tf.ones_like(cotangent)
+                slopes = tf.tensor_scatter_nd_sub(shares, places, ones)
+            # oneDNN finds shares where logits are no numbers.
+            unknown = tf.cast(np.nan, cotangent.dtype)
+            known = tf.where(tf.math.is_nan(losses), unknown, cotangent)
+            return slopes * known[:, None]
+
+        return losses, backward
+
+    def _losses(self, logits, shares):
+        share, logit = (
+            tf.gather(each, self._labels, batch_dims=1)
+            for each in (shares, logits)
+        )
+        held = (share > _LEAST_SHARE) & tf.math.is_finite(logit)
+        return tf.cond(
+            tf.reduce_all(held),
+            lambda: -tf.math.log(share),
+            lambda: tf.nn.sparse_softmax_cross_entropy_with_logits(
+                self._labels, logits
+            ),
         )
 
 

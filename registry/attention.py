@@ -1,7 +1,7 @@
 """Rules for Attention and AdditiveAttention: ζ is the scores.
 
 Multi-head attention has no weights but those of its sublayers, which have
-their own rules.
+their own rules. What it does between them is written here in another way.
 """
 
 import keras
@@ -72,3 +72,29 @@ def _scalar(variable, slopes):
         return tf.reduce_sum(g * slopes, list(range(1, g.shape.rank)))
 
     return Small(variable, per_row)
+
+
+@_keras.attention.by
+def _multi_head(query, key, value, bias, mask, is_causal, scale):
+    """Keras's attention, (B, T, heads, width) each, by products of matrices.
+
+    Heads are brought to the front once. The einsums of Keras do so each by
+    itself, and again in the backward pass.
+    """
+    own = query.dtype in (tf.float32, tf.float64) and _keras.on_cpu()
+    if not own or query.shape[2] is None or query.shape[2] != key.shape[2]:
+        return _keras.attention.original(
+            query, key, value, bias, mask, is_causal, scale
+        )
+    query *= tf.cast(scale, query.dtype)
+    query, key, value = map(_heads_exchanged, (query, key, value))
+    scores = tf.matmul(query, key, transpose_b=True)
+    if bias is not None:
+        scores += tf.cast(bias, scores.dtype)
+    shares = tf.nn.softmax(_keras.masked_scores(scores, mask, is_causal))
+    return _heads_exchanged(tf.matmul(shares, value))
+
+
+def _heads_exchanged(tensor):
+    """(B, T, heads, width) -> (B, heads, T, width), and back."""
+    return tf.transpose(tensor, [0, 2, 1, 3])

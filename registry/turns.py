@@ -135,25 +135,24 @@ class KeptInTurns:
         arrays = [
             tf.TensorArray(
                 self._dtype,
-                turns.number * AT_ONCE,
-                element_shape=shape,
+                turns.number,
+                element_shape=[AT_ONCE, *shape],
                 clear_after_read=False,
             )
             for shape in shapes
         ]
 
         def body(turn, norms, *arrays):
-            found, places = [], tf.unstack(turns.places(turn))
             results = turns.results(turn)
-            for place, gradients in zip(places, results, strict=True):
-                found.append(norm_of_one(gradients))
-                arrays = [
-                    array.write(place, tf.reshape(gradient, shape))
-                    for array, gradient, shape in zip(
-                        arrays, gradients, shapes, strict=True
-                    )
-                ]
-            return norms.write(turn, tf.concat(found, 0)), *arrays
+            found = tf.concat([norm_of_one(each) for each in results], 0)
+            # Side by side, their sum is one product.
+            written = [
+                array.write(turn, tf.reshape(tf.concat(own, 0), [-1, *shape]))
+                for array, shape, *own in zip(
+                    arrays, shapes, *results, strict=True
+                )
+            ]
+            return norms.write(turn, found), *written
 
         norms, *self._arrays = turns.run(
             body, [turns.norms(self._dtype), *arrays]
@@ -165,24 +164,39 @@ class KeptInTurns:
         turns = self._turns
         behind = [[0, turns.number * AT_ONCE - turns.count]]
         values = tf.pad(tf.cast(factors.values, self._dtype), behind)
+        return _weighted_sum(
+            turns,
+            self._arrays,
+            self._shapes,
+            tf.reshape(values, [-1, AT_ONCE]),
+            factors.finite,
+        )
 
-        def body(turn, *sums):
-            places = turns.places(turn)
-            each = tf.unstack(tf.gather(values, places))
-            pairs = list(zip(tf.unstack(places), each, strict=True))
-            return [
-                # Zero where the factor is, whatever the gradient.
-                tf.add_n(
-                    [total]
-                    + [
-                        tf.math.multiply_no_nan(array.read(i), c)
-                        for i, c in pairs
-                    ]
-                )
-                for total, array in zip(sums, self._arrays, strict=True)
-            ]
 
-        return turns.run(body, _zeros(self._shapes, self._dtype))
+def _weighted_sum(loop, arrays, shapes, values, finite):
+    """Σᵢ cᵢ·gradientᵢ, turn by turn.
+
+    Args:
+        loop: the turns.
+        arrays: gradients, (n, *shape) for each turn.
+        shapes: of the gradients.
+        values: the factors, (turns, n).
+        finite: as in `Factors`.
+    """
+
+    def body(turn, *sums):
+        own = Factors(values[turn], finite)
+        gradients = [
+            tf.ensure_shape(array.read(turn), [None, *shape])
+            for array, shape in zip(arrays, shapes, strict=True)
+        ]
+        gradients = own.without_others(*gradients)
+        return [
+            total + own.total(each)
+            for total, each in zip(sums, gradients, strict=True)
+        ]
+
+    return loop.run(body, _zeros(shapes, values.dtype))
 
 
 def _zeros(shapes, dtype):
@@ -300,20 +314,9 @@ class KeptInBlocks:
         """Σᵢ cᵢ·gradientᵢ, without the examples of factor zero."""
         blocks = self._blocks
         values = blocks.by_block(tf.cast(factors.values, blocks.dtype))
-
-        def body(turn, *sums):
-            own = Factors(values[turn], factors.finite)
-            gradients = [
-                tf.ensure_shape(array.read(turn), [None, *shape])
-                for array, shape in zip(self._arrays, self._shapes, strict=True)
-            ]
-            gradients = own.without_others(*gradients)
-            return [
-                total + own.total(each)
-                for total, each in zip(sums, gradients, strict=True)
-            ]
-
-        return blocks.run(body, _zeros(self._shapes, blocks.dtype))
+        return _weighted_sum(
+            blocks, self._arrays, self._shapes, values, factors.finite
+        )
 
 
 def norm_of_one(gradients: Sequence[tf.Tensor]) -> tf.Tensor:

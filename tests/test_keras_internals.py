@@ -5,6 +5,8 @@ import os
 import platform
 import subprocess
 import sys
+import threading
+import types
 import weakref
 
 import keras
@@ -210,6 +212,59 @@ def test_addition_is_that_of_keras_elsewhere():
     np.testing.assert_array_equal(keras.ops.add(x1, x2), before)
     # If this fails, Keras broadcasts as others do: no need for the above.
     assert (before != (x1 + x2).numpy()).any()
+
+
+def test_operations_are_exchanged_within_and_in_one_thread_only():
+    calls = []
+    module = types.SimpleNamespace(double=lambda x: 2 * x)
+    exchange = _keras.Exchange(module, "double")
+
+    @exchange.by
+    def other(x):
+        calls.append(x)
+        return exchange.original(x)
+
+    assert module.double(1) == 2
+    with exchange.on():
+        assert module.double(2) == 4
+        elsewhere = threading.Thread(target=lambda: module.double(3))
+        elsewhere.start()
+        elsewhere.join()
+        with exchange.on():
+            module.double(4)
+        module.double(5)
+    module.double(6)
+    assert calls == [2, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["attention", "cross_entropy"])
+def test_keras_calls_what_stands_in_for_an_operation(name, monkeypatch):
+    exchange, calls = getattr(_keras, name), []
+
+    def other(*args, **kwargs):
+        calls.append(args)
+        return exchange.original(*args, **kwargs)
+
+    monkeypatch.setattr(exchange, "_other", other)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    attention = layers.MultiHeadAttention(2, 3)
+
+    def run():
+        x = tf.ones((2, 3, 4))
+        return loss(np.zeros((2, 3)), attention(x, x, use_causal_mask=True))
+
+    before = run()
+    assert not calls
+    with _keras.own_operations():
+        np.testing.assert_array_equal(run(), before)
+    assert len(calls) == 1
+
+
+def test_logits_are_known_where_a_softmax_was_applied():
+    x = tf.ones((2, 3))
+    assert _keras.logits_of(x, True) is x
+    assert _keras.logits_of(x, False) is None
+    assert _keras.logits_of(keras.activations.softmax(x), False) is not None
 
 
 def test_seed_states_move_when_dropout_draws():

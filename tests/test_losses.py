@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import keras_fastclip
+from keras_fastclip import _keras
 from keras_fastclip.checking import loop_over_examples
 from keras_fastclip.losses import reduce_examples
 from keras_fastclip.sampling import PoissonBatch, poisson_indices
@@ -851,3 +852,112 @@ def test_a_metric_that_cannot_leave_out_padding_is_refused_under_xla(metric):
         model.fit(random(24, 4), random(24, 3), batch_size=4, verbose=0)
     for b, a in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(b, a)
+
+
+# -- many classes --------------------------------------------------------------
+
+CLASSES = 300
+
+
+def sparse_losses(logits, classes, g, **options):
+    with tf.GradientTape() as tape:
+        tape.watch(logits)
+        found = ops.sparse_categorical_crossentropy(classes, logits, **options)
+    return found, tape.gradient(found, logits, g)
+
+
+def own_sparse_losses(*args, **options):
+    with _keras.own_operations():
+        return sparse_losses(*args, **options)
+
+
+def logits_of(*shape, scale=1.0):
+    return tf.constant(scale * random(*shape, CLASSES), tf.float32)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 2)])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e3, 1e30])
+@pytest.mark.parametrize("graph", [False, True])
+def test_losses_of_many_classes_are_those_of_keras(shape, scale, graph):
+    run = tf.function(own_sparse_losses) if graph else own_sparse_losses
+    logits, classes = logits_of(*shape, scale=scale), labels(*shape, high=300)
+    g = tf.constant(random(*shape), tf.float32)
+    found = run(logits, classes, g, from_logits=True)
+    right = sparse_losses(logits, classes, g, from_logits=True)
+    np.testing.assert_allclose(found[0], right[0], 2e-6, 1e-6)
+    np.testing.assert_allclose(found[1], right[1], 2e-6, 1e-6)
+    assert found[0].shape == right[0].shape
+
+
+@pytest.mark.parametrize("where", ["label", "elsewhere", "both", "all"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_with_its_own_row(where, value):
+    places = {"label": [2], "elsewhere": [40], "both": [2, 40], "all": ...}
+    logits = logits_of(4).numpy()
+    logits[1, places[where]] = value
+    logits, classes, g = tf.constant(logits), np.array([1, 2, 3, 4]), tf.ones(4)
+    found = own_sparse_losses(logits, classes, g, from_logits=True)
+    right = sparse_losses(logits, classes, g, from_logits=True)
+    for mine, exact in zip(found, right, strict=True):
+        np.testing.assert_allclose(mine, exact, 2e-6, 1e-6)
+
+
+@pytest.mark.parametrize("label", [-1, CLASSES])
+@pytest.mark.parametrize("run", [sparse_losses, own_sparse_losses])
+def test_a_label_that_is_no_class_is_an_error(label, run):
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        run(logits_of(2), np.array([0, label]), tf.ones(2), from_logits=True)
+
+
+@pytest.mark.parametrize(
+    "dtype, classes, from_logits",
+    [("float64", 300, True), ("float32", 30, True), ("float32", 300, False)],
+)
+def test_other_losses_are_left_to_keras(dtype, classes, from_logits):
+    logits = tf.nn.softmax(tf.cast(random(4, classes), dtype))
+    targets, g = labels(4, 1), tf.ones(4, dtype)
+    found = own_sparse_losses(logits, targets, g, from_logits=from_logits)
+    right = sparse_losses(logits, targets, g, from_logits=from_logits)
+    for mine, exact in zip(found, right, strict=True):
+        np.testing.assert_array_equal(mine, exact)
+
+
+def test_second_derivatives_of_losses_are_those_of_keras():
+    logits, classes = logits_of(4), labels(4, high=300)
+
+    def second(run):
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            first = run(logits, classes, tf.ones(4), from_logits=True)[1]
+            first = tf.reduce_sum(first**2)
+        return tape.gradient(first, logits)
+
+    exact = second(sparse_losses)
+    np.testing.assert_allclose(second(own_sparse_losses), exact, 1e-4, 1e-6)
+
+
+@pytest.mark.parametrize("activation", [None, "softmax"])
+def test_gradients_with_many_classes_are_those_of_a_loop(activation):
+    model = keras_fastclip.DPSequential(
+        [
+            keras.Input((5, 4)),
+            layers.Dense(8, "tanh"),
+            layers.Dense(CLASSES, activation),
+        ],
+        method="opacus",  # Others add a margin to norms.
+        **SETTINGS,
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=activation is None, ignore_class=7
+    )
+    model.compile("sgd", loss)
+    x, y = random(6, 5, 4), labels(6, 5, high=CLASSES)
+    y[:, 0] = 7
+    report = keras_fastclip.check_gradients(model, x, y)
+    assert report.relative_error < 1e-5
+    step = tf.function(model.clipped_gradients).get_concrete_function(
+        tf.constant(x), tf.constant(y)
+    )
+    kinds = {op.type for op in step.graph.get_operations()}
+    fused = "SparseSoftmaxCrossEntropyWithLogits" in kinds
+    assert fused != _keras.uses_onednn()
