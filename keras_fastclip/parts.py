@@ -18,6 +18,7 @@ from keras_fastclip.registry.terms import (
     squared_norm,
 )
 from keras_fastclip.registry.turns import (
+    Blockwise,
     KeptInBlocks,
     KeptInTurns,
     norm_of_one,
@@ -159,7 +160,10 @@ class Part:
             return KeptInTurns(self._of_one, self._operands(), shapes)
         if self.way.form == "blocks":
             most = self.traits.item.kernel.block
-            return KeptInBlocks(self._of_some, self._operands(), shapes, most)
+            build = Blockwise(self._of_some, shapes)
+            if len(self.uses) == 1:
+                build = self._in_pieces(self.uses[0])
+            return KeptInBlocks(build, self._operands(), most)
         if len(self.uses) == 1:
             (use,) = self.uses
             pieces = use.term.pieces(use.g, use.rows, self.way.form)
@@ -172,6 +176,14 @@ class Part:
             for use in self.uses
         ]
         return _Built(self._added(found, [-1]))
+
+    def _in_pieces(self, use):
+        """How the gradients of one use are built, in blocks."""
+        build = use.term.blockwise()
+        return dataclasses.replace(
+            build,
+            assembled=lambda sums: self._added([build.assembled(sums)], []),
+        )
 
     def _operands(self):
         found = [use.term.operands(use.g, use.rows) for use in self.uses]

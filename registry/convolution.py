@@ -5,8 +5,10 @@ patches are shifted slices of the padded input, one for each offset within the
 kernel. So there are several forms to build the gradients of the examples:
 
 - "offsets": one product for each offset, never all patches at once;
-- "blocks": the same for some examples at a time, so that what is copied stays
-  in the caches;
+- "blocks": for some examples at a time, so that what is copied stays in the
+  caches. Where a patch is a pixel further than the one before, images are laid
+  one behind the other with zeros between them. Then each row of offsets is a
+  slice of consecutive numbers, which is no copy;
 - "rows": one for each row of offsets, with the input unfolded along its width;
 - "patches": one for all offsets, with the input unfolded as a whole;
 - "loop": the convolution's own derivative by its kernel, for one example after
@@ -23,7 +25,7 @@ examples, 3x3, on two cores with AVX2, where TensorFlow runs without oneDNN:
 | 8, 128, 128   |       8.4 |    13.9 | 17.7 |    19.6 | 12.4 |
 
 With oneDNN, "offsets" and "rows" take half the time of "loop" and are within
-a tenth of each other, and "blocks" takes a fifth less. So the planner tries
+a tenth of each other, and "blocks" takes a quarter less. So the planner tries
 "blocks" and "loop".
 
 - A depthwise convolution is one with as many groups as channels.
@@ -69,10 +71,20 @@ from keras_fastclip.registry.terms import (
     select_rows,
     with_rows,
 )
-from keras_fastclip.registry.turns import norms_in_blocks, norms_in_turns
+from keras_fastclip.registry.turns import (
+    Blockwise,
+    norms_in_blocks,
+    norms_in_turns,
+)
 
-# Numbers that stay in the caches of a processor: 2 MiB.
-_IN_CACHE = 2**19
+# Numbers that stay in the caches of a processor: 2 MiB, and 6 where they are
+# used one after the other.
+_IN_CACHE, _IN_ALL_CACHES = 2**19, 3 * 2**19
+
+# As many pixels, zeros included, as this times the positions are not too many.
+_FEW_ZEROS = 1.2
+# Slices that begin at multiples of so many numbers are no copies.
+_ALIGNED = 16
 
 
 @register(keras.layers.Conv1D)
@@ -464,6 +476,51 @@ class Convolution(Linear):
         some = self._on(rows.unfold(inputs))
         return some.per_example(rows.unfold(g), rows)
 
+    def blockwise(self) -> Blockwise:
+        """How the gradients of some examples are built, from operands."""
+        kernel = self.variables[0]
+        if self.kernel(ONE_ROW).line is None:
+            return Blockwise(self.of_some, [kernel.shape])
+        across = self._geometry.kernel_size[-1]
+        d, p = self._widths()
+        number = math.prod(self._geometry.kernel_size[:-1])
+
+        def in_line(inputs, g):
+            rows = Rows(inputs.shape[1])
+            return self._on(rows.unfold(inputs))._by_line(rows.unfold(g), rows)
+
+        def carefully(inputs, g):
+            rows = Rows(inputs.shape[1])
+            some = self._on(rows.unfold(inputs))
+            image, other = some._operands(rows.unfold(g))
+            other = some._block_form(other, rows)
+            patches = some._patches(image, rows, across)
+            return [
+                tf.matmul(other, each, transpose_a=True) for each in patches
+            ]
+
+        def assembled(sums):
+            return super(Convolution, self).assembled(
+                [tf.transpose(tf.concat(sums, -1))]
+            )
+
+        return Blockwise(
+            in_line, [(p, d // number)] * number, carefully, assembled
+        )
+
+    def _by_line(self, g, rows):
+        """gᵀa of each example, for each row of offsets.
+
+        This way round they take less time than aᵀg.
+        """
+        image, other = self._operands(g)
+        line = self.kernel(rows).line
+        other = by_example(line.padded(other), rows)
+        return [
+            tf.matmul(other, by_example(patches, rows), transpose_a=True)
+            for patches in line.patches(at_least_float32(image))
+        ]
+
     def operands(self, g, rows):
         inputs = at_least_float32(self._inputs)
         g = tf.cast(self._cotangent(g), inputs.dtype)
@@ -625,7 +682,28 @@ class ConvolutionKernel(Kernel):
 
     @property
     def block(self):
-        return _examples_in(_IN_CACHE, self.copied("offsets"))
+        room = _IN_CACHE if self.line is None else _IN_ALL_CACHES
+        return _examples_in(room, self.copied("blocks"))
+
+    @functools.cached_property
+    def line(self) -> "_Line | None":
+        """For "blocks", if a patch is a pixel further than the one before.
+
+        Unless zeros would be too many, or slices copies.
+        """
+        geometry = self.geometry
+        if geometry.groups > 1 or set(geometry.strides) != {1}:
+            return None
+        if issubclass(self.term, TransposedConvolution):
+            return None
+        last = geometry.data_format == "channels_last"
+        *sizes, channels = (
+            self.image if last else (*self.image[1:], self.image[0])
+        )
+        line = _Line(geometry, sizes)
+        aligned = channels * geometry.kernel_size[-1] % _ALIGNED == 0
+        few = line.pixels < _FEW_ZEROS * self.positions / self.rows
+        return line if aligned and few else None
 
     @property
     def ghost_block(self):
@@ -669,6 +747,11 @@ class ConvolutionKernel(Kernel):
         return slices * self._padded_pixels**2
 
     def copied(self, form):
+        if form == "blocks" and self.line is not None:
+            offsets = math.prod(self.geometry.kernel_size)
+            channels = self.inputs // offsets
+            width = channels * (1 + self.geometry.kernel_size[-1])
+            return self.rows * self.line.pixels * (width + self.outputs)
         together = _offsets_together(form, self.geometry)
         at_an_offset = self.inputs // math.prod(self.geometry.kernel_size)
         return self.positions * self.blocks * at_an_offset * together
@@ -718,6 +801,82 @@ class TransposedConvolution(Convolution):
     def _operands(self, g):
         g = self._to_result(at_least_float32(g))
         return g, self._geometry.channels_last(self._inputs)
+
+
+class _Line:
+    """The pixels of several images in one line, zeros between them.
+
+    Behind the pixels of each axis are as many zeros as patches reach beyond
+    either end of it: those before a row are those behind the row before. So
+    the pixel at an offset from a position is the same number of places away,
+    for all positions of all images. What is cut out for positions behind the
+    end of an axis may be pixels of another row, or of another image; g is zero
+    there.
+
+    Args:
+        geometry: of a convolution whose strides are 1.
+        sizes: of an image.
+    """
+
+    def __init__(self, geometry, sizes):
+        before, _ = _padding(geometry, sizes, _reach(geometry, sizes))
+        self._zeros, self._shifts = [], []
+        pixels = 1
+        for axis in reversed(range(geometry.rank)):
+            count, size = geometry.kernel_size[axis], sizes[axis]
+            shifts = [
+                geometry.dilation_rate[axis] * i - before[axis]
+                for i in range(count)
+            ]
+            behind = _output_size(geometry, axis, size) + shifts[-1] - size
+            self._zeros.insert(0, max(before[axis], behind))
+            self._shifts.insert(0, [pixels * shift for shift in shifts])
+            pixels *= size + self._zeros[0]
+        self.sizes = [
+            size + zeros for size, zeros in zip(sizes, self._zeros, strict=True)
+        ]
+        self.pixels = pixels
+
+    def padded(self, tensor: tf.Tensor) -> tf.Tensor:
+        """(rows, *spatial, c) -> (rows, pixels, c), with zeros behind."""
+        return self._padded(tensor, 0)
+
+    def _padded(self, tensor, around):
+        spatial = zip(tensor.shape[1:-1], self.sizes, strict=True)
+        widths = [[0, all_of_it - size] for size, all_of_it in spatial]
+        padded = tf.pad(tensor, [[around, around], *widths, [0, 0]])
+        return with_rows(padded, [self.pixels, tensor.shape[-1]])
+
+    def patches(self, image: tf.Tensor) -> list[tf.Tensor]:
+        """For each row of offsets, what all positions meet there.
+
+        (rows, pixels, offsets·c) each. The offsets along the last axis are
+        copied side by side; the others are shifts of these.
+        """
+        channels, count = image.shape[-1], tf.shape(image)[0] * self.pixels
+        flat = tf.reshape(self._padded(image, 1), [-1, channels])
+        *others, last = self._shifts
+        shifts = [sum(each) for each in itertools.product(*others)]
+        first, reach = shifts[0], shifts[-1] - shifts[0]
+        wide = tf.concat(
+            [
+                tf.slice(
+                    flat,
+                    [self.pixels + first + shift, 0],
+                    [count + reach, channels],
+                )
+                for shift in last
+            ],
+            1,
+        )
+        width = len(last) * channels
+        return [
+            tf.reshape(
+                tf.slice(wide, [shift - first, 0], [count, width]),
+                [-1, self.pixels, width],
+            )
+            for shift in shifts
+        ]
 
 
 def _reshaped(matrices, shape):

@@ -15,13 +15,20 @@ operands. So there are blocks as well: several examples at once, but no more
 than stay in the caches.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_fastclip import _keras
-from keras_fastclip.registry.terms import Factors, long_sum, squared_norm
+from keras_fastclip.registry.terms import (
+    Factors,
+    itself,
+    long_sum,
+    squared_norm,
+)
 
 AT_ONCE = 4
 _PARALLEL = 2
@@ -271,6 +278,40 @@ def norms_in_blocks(
     return blocks.in_order(norms)
 
 
+@dataclasses.dataclass(frozen=True)
+class Blockwise:
+    """How the gradients of some examples are built.
+
+    Attributes:
+        function: maps the tensors of n examples to their gradients in pieces,
+            (n, *shape) each.
+        shapes: of the pieces.
+        careful: the same, for blocks in which some number is not finite. What
+            is zero by itself may then be none beside another example.
+        assembled: maps sums of the pieces to sums of gradients.
+    """
+
+    function: Function
+    shapes: Sequence[Sequence[int]]
+    careful: Function | None = None
+    assembled: Callable[[list[tf.Tensor]], Any] = itself
+
+    def pieces(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        """Squared norms, (n,), and the pieces."""
+        found = self._with_norms(self.function, tensors)
+        if self.careful is None:
+            return found
+        return tf.cond(
+            tf.reduce_all(tf.math.is_finite(found[0])),
+            lambda: found,
+            lambda: self._with_norms(self.careful, tensors),
+        )
+
+    def _with_norms(self, function, tensors):
+        pieces = list(function(*tensors))
+        return [tf.add_n([squared_norm(each) for each in pieces]), *pieces]
+
+
 class KeptInBlocks:
     """The gradients of all examples, built some at a time and kept.
 
@@ -280,9 +321,8 @@ class KeptInBlocks:
     blocks of 16, of (16, 64, 64) 53 and 44.
 
     Args:
-        function: maps the tensors of n examples to their gradients, (n, ...).
+        build: how.
         tensors: (B, ...) each, of one floating-point type.
-        shapes: of the gradients.
         most: examples at a time.
 
     Attributes:
@@ -290,23 +330,18 @@ class KeptInBlocks:
     """
 
     def __init__(
-        self,
-        function: Function,
-        tensors: Sequence[tf.Tensor],
-        shapes: Sequence[Sequence[int]],
-        most: int,
+        self, build: Blockwise, tensors: Sequence[tf.Tensor], most: int
     ):
+        self._build = build
         self._blocks = blocks = _Blocks(tensors, most)
-        self._shapes = shapes
 
         def body(turn, norms, *arrays):
-            gradients = function(*blocks.block(turn))
-            squares = tf.add_n([squared_norm(each) for each in gradients])
-            pairs = zip(arrays, gradients, strict=True)
+            squares, *pieces = build.pieces(*blocks.block(turn))
+            pairs = zip(arrays, pieces, strict=True)
             written = [array.write(turn, each) for array, each in pairs]
             return norms.write(turn, squares), *written
 
-        arrays = [blocks.array() for _ in shapes]
+        arrays = [blocks.array() for _ in build.shapes]
         norms, *self._arrays = blocks.run(body, [blocks.array(), *arrays])
         self.squared_norms = blocks.in_order(norms)
 
@@ -314,9 +349,10 @@ class KeptInBlocks:
         """Σᵢ cᵢ·gradientᵢ, without the examples of factor zero."""
         blocks = self._blocks
         values = blocks.by_block(tf.cast(factors.values, blocks.dtype))
-        return _weighted_sum(
-            blocks, self._arrays, self._shapes, values, factors.finite
+        sums = _weighted_sum(
+            blocks, self._arrays, self._build.shapes, values, factors.finite
         )
+        return self._build.assembled(sums)
 
 
 def norm_of_one(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
