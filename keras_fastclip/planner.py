@@ -182,11 +182,12 @@ def cost(item: Item, way: Way, batch: int) -> Choice:
         block = kernel.ghost_block if way.ghost else kernel.block
         at_a_time = min(batch, 2 * block)
     held = number * batch * kernel.cotangent
+    whole = number * batch * kernel.copies
     if way.ghost:
         grams = kernel.tile if way.form == "tiles" else kernel.gram
         each = grams + kernel.copied_for_ghost(way.form)
-        return Choice(way, held, number * at_a_time * each)
-    copied = number * at_a_time * kernel.copied(way.form)
+        return Choice(way, held, whole + number * at_a_time * each)
+    copied = whole + number * at_a_time * kernel.copied(way.form)
     if way.keep:
         kept = number * batch * kernel.built
         freed = number * batch * kernel.input if item.frees_input else 0

@@ -55,6 +55,7 @@ class Kernel:
         inputs: d.
         outputs: p.
         blocks: S, independent blocks of the kernel.
+        copies: numbers of an example that are copied before anything else.
         rows: of an example in the call's tensors.
         forms: ways to build gradients, the usual one first.
         timed, timed_ghost: those among which a planner need choose, and the
@@ -65,6 +66,7 @@ class Kernel:
     inputs: int
     outputs: int
     blocks: int = 1
+    copies: int = 0
 
     rows: ClassVar = 1
     forms: ClassVar = ("batched", "loop")
@@ -291,6 +293,14 @@ class Later(Linear):
     @property
     def _a(self):
         return self._later()
+
+    def kernel(self, rows):
+        """Both a and g are brought from the order of steps to this one."""
+        found = super().kernel(rows)
+        if found is None:
+            return None
+        copies = found.input + found.cotangent
+        return dataclasses.replace(found, copies=copies)
 
 
 class Stacked(Later):
