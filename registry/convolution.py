@@ -887,22 +887,44 @@ def _reshaped(matrices, shape):
 
 def _shifted_slices(geometry, inputs):
     """Yields the part of the padded input that each kernel offset meets."""
-    outputs = [
-        _output_size(geometry, axis, size)
-        for axis, size in enumerate(_spatial_sizes(geometry, inputs))
-    ]
-    padded = _padded(geometry, inputs)
+    sizes, strides = _spatial_sizes(geometry, inputs), geometry.strides
+    outputs = [_output_size(geometry, i, size) for i, size in enumerate(sizes)]
+    period = (1,) * geometry.rank
+    known = not any(map(tf.is_tensor, sizes))
+    if known and math.prod(geometry.kernel_size) > 1:
+        period, strides = strides, period
+    phases = _phases(_padded(geometry, inputs, period), period)
     for offset in itertools.product(*map(range, geometry.kernel_size)):
-        starts = [
-            o * d for o, d in zip(offset, geometry.dilation_rate, strict=True)
-        ]
+        rates = zip(offset, geometry.dilation_rate, period, strict=True)
+        starts, phase = zip(
+            *(divmod(o * d, p) for o, d, p in rates), strict=True
+        )
         window = tuple(
             slice(start, start + (output - 1) * stride + 1, stride)
             for start, output, stride in zip(
-                starts, outputs, geometry.strides, strict=True
+                starts, outputs, strides, strict=True
             )
         )
-        yield padded[(slice(None), *window)]
+        yield phases[phase][(slice(None), *window)]
+
+
+def _phases(padded, period):
+    """By remainder, the pixels whose places leave it, side by side.
+
+    Slices of every second pixel take three times as long as those of all.
+    """
+    remainders = list(itertools.product(*map(range, period)))
+    if len(remainders) == 1:
+        return {remainders[0]: padded}
+    *sizes, channels = padded.shape[1:]
+    pairs = list(zip(sizes, period, strict=True))
+    shape = [n for size, p in pairs for n in (size // p, p)]
+    inner = list(range(2, 2 + len(shape), 2))
+    axes = [*inner, 0, *(axis - 1 for axis in inner), 1 + len(shape)]
+    apart = tf.transpose(with_rows(padded, [*shape, channels]), axes)
+    rest = [size // p for size, p in pairs]
+    apart = tf.reshape(apart, [len(remainders), -1, *rest, channels])
+    return dict(zip(remainders, tf.unstack(apart), strict=True))
 
 
 def _spatial_sizes(geometry, inputs):
@@ -915,11 +937,21 @@ def _spatial_sizes(geometry, inputs):
     ]
 
 
-def _padded(geometry, inputs):
-    """The input with the zeros that patches at its border hold."""
+def _padded(geometry, inputs, period=None):
+    """The input with the zeros that patches at its border hold.
+
+    Args:
+        geometry: which inputs a kernel meets.
+        inputs: channels last.
+        period: numbers of which the padded sizes are to be multiples.
+    """
     sizes = _spatial_sizes(geometry, inputs)
-    padding = _padding(geometry, sizes, _reach(geometry, sizes))
-    widths = map(list, zip(*padding, strict=True))
+    before, after = _padding(geometry, sizes, _reach(geometry, sizes))
+    period = period or (1,) * geometry.rank
+    widths = [
+        [b, a + -(b + size + a) % p]
+        for b, size, a, p in zip(before, sizes, after, period, strict=True)
+    ]
     return tf.pad(inputs, [[0, 0], *widths, [0, 0]])
 
 

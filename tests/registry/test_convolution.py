@@ -381,11 +381,94 @@ def test_norms_come_from_pixels_where_that_takes_less(
     assert copied <= 5 * (size + 2) ** 4
 
 
+# -- blocks -------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_line(monkeypatch):
+    """Images are laid in one line wherever that is possible."""
+    monkeypatch.setattr(convolution, "_FEW_ZEROS", np.inf)
+    monkeypatch.setattr(convolution, "_ALIGNED", 1)
+    monkeypatch.setattr(convolution, "_examples_in", lambda *_: 3)
+
+
+def in_blocks(layer, x, g, rows=ONE_ROW):
+    """Norms and sum, as kept in blocks, and whether in line."""
+    _, (term,) = default_registry().lookup(layer)(layer, x)[:2]
+    part = Part([Use(term, g, rows, None)])
+    part.way = Way.parse("keep:blocks")
+    norms = part.squared_norms()
+    factors = tf.ones_like(norms)
+    (total,) = part.weighted_sum(factors, tf.constant(True)).values()
+    return norms, total, term.kernel(rows).line is not None
+
+
+@few_cases
+@given(
+    convolutions(),
+    st.sampled_from([Rows(), Rows(2), Rows(2, False)]),
+    st.sampled_from([2, 4, 8]),
+)
+def test_images_in_one_line_have_the_right_gradients(
+    in_line, convolution, rows, number
+):
+    rank, shape, options = convolution
+    x = random(number, *shape)
+    layer = built(CLASSES[rank](**{**options, "use_bias": False}), x)
+    g = random(*layer(x).shape, seed=1)
+    norms, total, used = in_blocks(layer, x, g, rows)
+    event(f"in line: {used}")
+    assert used == (set(options["strides"]) == {1})
+    _, (term,) = default_registry().lookup(layer)(layer, x)[:2]
+    (exact,) = term.per_example(g, rows)
+    axes = tuple(range(1, exact.shape.rank))
+    assert_close(norms, np.sum(np.square(exact), axes))
+    assert_close(total, np.sum(exact, 0))
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 1e300])
+@pytest.mark.parametrize("graph", [False, True])
+def test_no_image_in_a_line_reaches_its_neighbours(in_line, value, graph):
+    x, layer = random(7, 5, 4, 2), layers.Conv2D(3, 3, padding="same")
+    layer.use_bias = False
+    built(layer, x)
+    g = random(7, 5, 4, 3, seed=1)
+    right = in_blocks(layer, x, g)[0].numpy()
+    for place in (0, 2, 3, 6):
+        spoiled = x.numpy()
+        spoiled[place] = value
+        run = tf.function(in_blocks) if graph else in_blocks
+        norms, _, used = run(layer, tf.constant(spoiled), g)
+        assert used
+        others = np.arange(7) != place
+        np.testing.assert_array_equal(norms[others], right[others])
+
+
+def test_gradients_in_one_line_take_no_slices_that_are_copies():
+    x = tf.zeros((2, 8, 16, 16), "float64")
+    layer = built(layers.Conv2D(4, 3, padding="same", use_bias=False), x)
+    _, (term,) = default_registry().lookup(layer)(layer, x)[:2]
+    line = term.kernel(ONE_ROW).line
+    assert line.pixels == 9 * 17
+    graph = tf.function(line.patches).get_concrete_function(x).graph
+    kinds = [op.type for op in graph.get_operations()]
+    # Three to be put side by side, and three of these without a copy.
+    assert kinds.count("Slice") == 6 and kinds.count("ConcatV2") == 1
+    strided = built(layers.Conv2D(4, 3, 2, use_bias=False), x)
+    small = built(layers.Conv2D(4, 3, use_bias=False, padding="same"), x)
+    for other, images in ((strided, x), (small, x[:, :3, :3])):
+        _, (term,) = default_registry().lookup(other)(other, images)[:2]
+        assert term.kernel(ONE_ROW).line is None
+
+
 @pytest.mark.parametrize("way", ["keep:blocks", "ghost:blocks"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_blocks_that_do_not_divide_the_batch(monkeypatch, way, compiled):
+@pytest.mark.parametrize("line", [False, True])
+def test_blocks_that_do_not_divide_the_batch(monkeypatch, way, compiled, line):
     """Also with an example that is not finite, and with no example at all."""
     monkeypatch.setattr(convolution, "_examples_in", lambda *_: 3)
+    monkeypatch.setattr(convolution, "_ALIGNED", 1)
+    monkeypatch.setattr(convolution, "_FEW_ZEROS", 9 if line else 0)
     layer = keras.layers.Conv2D(4, 3, padding="same", dtype="float64")
     layer.build([None, 5, 5, 2])
     rng = np.random.default_rng(0)
