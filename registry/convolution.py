@@ -50,13 +50,17 @@ from keras_fastclip.registry import lora
 from keras_fastclip.registry.dense import added_elsewhere, bias, positions
 from keras_fastclip.registry.linear import (
     Kernel,
+    Kind,
     Linear,
     by_example,
     ghost_norm,
     ghost_norm_by_tiles,
     gram,
     join_blocks,
+    measures,
+    over_blocks,
     product_of_grams,
+    product_of_measures,
     rounded_up,
     scaled_pair,
     times_transposed,
@@ -73,7 +77,7 @@ from keras_fastclip.registry.terms import (
 )
 from keras_fastclip.registry.turns import (
     Blockwise,
-    norms_in_blocks,
+    in_blocks,
     norms_in_turns,
 )
 
@@ -568,11 +572,17 @@ class Convolution(Linear):
             def of_some(inputs, g):
                 some, g = self._on(inputs[:, 0]), g[:, 0]
                 if shifted:
-                    return some._shifted_norm(*some._operands(g))
-                return ghost_norm(*some.pair(g, ONE_ROW))
+                    return measures(*some._shifted_grams(*some._operands(g)))
+                return measures(*map(gram, some.pair(g, ONE_ROW)))
 
+            # Bounds on errors take many operations, for all examples as many
+            # as for a few.
             most = self.kernel(rows).ghost_block
-            return norms_in_blocks(of_some, self.operands(g, rows), most)
+            found = in_blocks(of_some, self.operands(g, rows), most, number=7)
+            kinds = list(map(Kind.of, self._widths()))
+            if shifted:
+                kinds[0] = self._shifted_kind()
+            return rounded_up(over_blocks(product_of_measures(found, kinds)))
 
         # Patches take more than the image, so they are cut in the loop.
         def of_one(inputs, g):
@@ -589,7 +599,18 @@ class Convolution(Linear):
         return kernel is not None and kernel.has_shifted_grams
 
     def _shifted_norm(self, image, other):
-        """The ghost norm from a Gram matrix of pixels in place of patches.
+        """The ghost norm from a Gram matrix of pixels."""
+        return rounded_up(product_of_grams(*self._shifted_grams(image, other)))
+
+    def _shifted_kind(self):
+        """How the Gram matrix of patches is added up."""
+        sizes = self._geometry.kernel_size
+        one_by_one = sum(size - 1 for size in sizes)
+        pixels = Kind.of(self._image_channels())
+        return pixels.shifted(math.prod(sizes), one_by_one)
+
+    def _shifted_grams(self, image, other):
+        """Both Gram matrices, that of patches from one of pixels.
 
         The product of two patches is the sum over the offsets o within the
         kernel of products of two pixels: (aaᵀ)ₛₜ = Σₒ (xxᵀ)ₛ₊ₒ,ₜ₊ₒ. With the
@@ -605,22 +626,18 @@ class Convolution(Linear):
         sizes = image.shape[1:-1].as_list()
         pixels = tf.reshape(image, [-1, math.prod(sizes), image.shape[-1]])
         of_pixels = gram(pixels)
-        gram_a, more = of_pixels.matrix, 0
+        gram_a = of_pixels.matrix
         for axis, count in enumerate(geometry.kernel_size):
             step = geometry.dilation_rate[axis] * math.prod(sizes[axis + 1 :])
             length = gram_a.shape[-1] - (count - 1) * step
             windows = [slice(i * step, i * step + length) for i in range(count)]
             gram_a = tf.add_n([gram_a[:, w, w] for w in windows])
-            more += count - 1
         behind = [[0, s - o] for s, o in zip(sizes, outputs, strict=True)]
         padded_g = tf.pad(other, [[0, 0], *behind, [0, 0]])
         g = tf.reshape(padded_g, [-1, math.prod(sizes), other.shape[-1]])
-        offsets = math.prod(geometry.kernel_size)
-        return rounded_up(
-            product_of_grams(
-                of_pixels.shifted(gram_a, offsets, more),
-                gram(g[:, : gram_a.shape[-1]]),
-            )
+        return (
+            of_pixels.shifted(gram_a, self._shifted_kind()),
+            gram(g[:, : gram_a.shape[-1]]),
         )
 
 

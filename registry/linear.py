@@ -358,12 +358,12 @@ def ghost_norm(
         return norms_in_turns(ghost_norm, [a, g])
     if form == "tiles":
         return norms_in_turns(ghost_norm_by_tiles, [a, g])
-    return rounded_up(_over_blocks(gram_product(a, g)))
+    return rounded_up(over_blocks(gram_product(a, g)))
 
 
 def ghost_norm_by_tiles(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     """`ghost_norm` that holds few rows of the Gram matrices at a time."""
-    return rounded_up(_over_blocks(_product(*_by_tiles(a, g))))
+    return rounded_up(over_blocks(_product(*_by_tiles(a, g))))
 
 
 class Product(NamedTuple):
@@ -387,31 +387,79 @@ def gram_product(a: tf.Tensor, g: tf.Tensor) -> Product:
 
 def product_of_grams(a: "Gram", g: "Gram") -> Product:
     """`gram_product` of Gram matrices that are there already."""
-    value = sum_of_products(a.matrix, g.matrix)
-    size_a, size_g = (
-        _Size.of(own, _norms_of_rows(own.matrix), own.against(other))
-        for own, other in ((a, g), (g, a))
+    return product_of_measures(measures(a, g), (a.kind, g.kind))
+
+
+def measures(a: "Gram", g: "Gram") -> list[tf.Tensor]:
+    """All that `product_of_measures` needs of two Gram matrices, (..., ?)."""
+    found = [sum_of_products(a.matrix, g.matrix)]
+    for own, other in ((a, g), (g, a)):
+        against = own.against(other) + tf.zeros_like(found[0])
+        found += [_norms_of_rows(own.matrix), own.lengths, against]
+    return found
+
+
+def product_of_measures(
+    found: Sequence[tf.Tensor], kinds: Sequence["Kind"]
+) -> Product:
+    """⟨aaᵀ, ggᵀ⟩ with its error, from what `measures` returned."""
+    value, *others = found
+    return _product(
+        value, _Size.of(kinds[0], *others[:3]), _Size.of(kinds[1], *others[3:])
     )
-    return _product(value, size_a, size_g)
 
 
-class Gram(NamedTuple):
-    """aaᵀ of vectors aₜ of width d, added up from those of chunks of them.
+class Kind(NamedTuple):
+    """How Gram matrices of vectors of width d are added up.
 
     Attributes:
-        matrix: (..., T, T), or some of its rows.
-        lengths: (..., T, n), |aₜ| of each chunk, or one number for all.
         width: d.
         additions: how often ‖a꜀a꜀ᵀ‖ of a chunk may be lost to roundoff, within
             the chunk and where chunks are added up.
         chunks: how many.
     """
 
-    matrix: tf.Tensor
-    lengths: tf.Tensor
     width: int
     additions: float
     chunks: int
+
+    @classmethod
+    def of(cls, width: int) -> "Kind":
+        """As `gram` does it."""
+        step = chunk_width(width)
+        chunks = -(-width // step)
+        return cls(width, additions(step) + chunks - 1, chunks)
+
+    def shifted(self, offsets: int, additions: int) -> "Kind":
+        """Of vectors that are put together from others, at some offsets.
+
+        The matrix is a sum of the matrix of the others, shifted by each of the
+        offsets, which are as many more chunks: an addition in the matrix of
+        the others is one in all of them.
+
+        Args:
+            offsets: how many there are.
+            additions: that made it, one after the other.
+        """
+        return Kind(
+            offsets * self.width,
+            self.additions + additions,
+            offsets * self.chunks,
+        )
+
+
+class Gram(NamedTuple):
+    """aaᵀ of vectors aₜ, added up from those of chunks of them.
+
+    Attributes:
+        matrix: (..., T, T), or some of its rows.
+        lengths: (..., T, n), |aₜ| of each chunk, or one number for all.
+        kind: how it was added up.
+    """
+
+    matrix: tf.Tensor
+    lengths: tf.Tensor
+    kind: Kind
 
     def against(self, other: "Gram", rows: slice = _ALL) -> tf.Tensor:
         """Σ|aₛ||aₜ||otherₛₜ| over all chunks, s and t, or some rows s.
@@ -424,28 +472,14 @@ class Gram(NamedTuple):
         reach *= self.lengths[..., rows, :]
         return tf.reduce_sum(tf.reduce_sum(reach, -1), -1)
 
-    def shifted(self, matrix: tf.Tensor, offsets: int, additions: int):
-        """Of vectors that are put together from others, at some offsets.
+    def shifted(self, matrix: tf.Tensor, kind: Kind) -> "Gram":
+        """Of vectors that are put together from others: see `Kind.shifted`.
 
-        The matrix is a sum of the matrix of the others, shifted by each of the
-        offsets, which are as many more chunks: an addition in the matrix of
-        the others is one in all of them. A sum of |xₛ||xₜ| over the chunks of
-        two vectors is at most the product of their lengths.
-
-        Args:
-            matrix: the sum.
-            offsets: how many there are.
-            additions: that made it, one after the other.
+        A sum of |xₛ||xₜ| over the chunks of two vectors is at most the product
+        of their lengths.
         """
-        width = offsets * self.width
         squares = tf.linalg.diag_part(matrix)[..., None]
-        return Gram(
-            matrix,
-            tf.sqrt(_with_lost(squares, width)),
-            width,
-            self.additions + additions,
-            offsets * self.chunks,
-        )
+        return Gram(matrix, tf.sqrt(_with_lost(squares, kind.width)), kind)
 
 
 def gram(tensor: tf.Tensor, rows: slice = _ALL) -> Gram:
@@ -471,10 +505,7 @@ def gram(tensor: tf.Tensor, rows: slice = _ALL) -> Gram:
             else:
                 squares = sum_of_squares(chunk, [-1])
             lengths.append(tf.sqrt(_with_lost(squares, chunk.shape[-1])))
-    chunks = len(lengths)
-    lengths = tf.stack(lengths, -1)
-    made = additions(step) + chunks - 1
-    return Gram(sums[-1], lengths, width, made, chunks)
+    return Gram(sums[-1], tf.stack(lengths, -1), Kind.of(width))
 
 
 def chunk_width(width: int) -> int:
@@ -508,7 +539,13 @@ class _Size(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, gram: Gram, rows: tf.Tensor, against: tf.Tensor):
+    def of(
+        cls,
+        kind: Kind,
+        rows: tf.Tensor,
+        lengths: tf.Tensor,
+        against: tf.Tensor,
+    ):
         """From what was computed.
 
         A square of an entry that is too small to hold, or too large, is no
@@ -516,24 +553,25 @@ class _Size(NamedTuple):
         other the trace is there, which no norm exceeds.
 
         Args:
-            gram: the matrix.
+            kind: how the matrix was added up.
             rows: norms of its rows.
-            against: of `gram` and the other matrix.
+            lengths: as in `Gram`.
+            against: of the matrix and the other one.
         """
         dtype = rows.dtype
         least = np.finfo(dtype.as_numpy_dtype).tiny
-        count = tf.cast(tf.shape(gram.lengths)[-2], dtype)
-        lost = count * gram.width * least
-        units = gram.additions * math.sqrt(gram.chunks)
+        count = tf.cast(tf.shape(lengths)[-2], dtype)
+        lost = count * kind.width * least
+        units = kind.additions * math.sqrt(kind.chunks)
         more = 1 + 2 * roundoff(dtype, units) + 2 * roundoff(dtype, count)
-        squares = tf.reduce_sum(tf.square(gram.lengths), -1)
+        squares = tf.reduce_sum(tf.square(lengths), -1)
         trace = more * tf.reduce_sum(squares, -1) + lost
         small = tf.sqrt(count) * math.sqrt(least) + lost
         rows = tf.minimum(more * rows + small, trace[..., None])
         norm = tf.minimum(more * tf.norm(rows, axis=-1), trace)
         error = roundoff(dtype, units) * norm + roundoff(dtype, 1) * trace
-        against *= 1.01 * more * roundoff(dtype, gram.additions + 1)
-        return cls(trace, rows, norm, error, against, count, gram.width)
+        against *= 1.01 * more * roundoff(dtype, kind.additions + 1)
+        return cls(trace, rows, norm, error, against, count, kind.width)
 
 
 def _norms_of_rows(gram):
@@ -612,7 +650,7 @@ def _sums_of_largest(numbers, count):
     return 1.01 * total * tf.minimum((count + 1) / 2 + count * apart, count)
 
 
-def _over_blocks(product):
+def over_blocks(product: Product) -> Product:
     """Of all blocks of a kernel together."""
     return Product(
         _sum_but_first(product.value),
@@ -656,8 +694,8 @@ def _by_tiles(a, g):
     sizes = [tf.cast(value, a.dtype)]
     for tensor, rows, against in ((a, *found[:2]), (g, *found[2:])):
         no_rows = gram(tensor, slice(0, 0))
-        against = tf.reduce_sum(against, 0)
-        sizes.append(_Size.of(no_rows, _side_by_side(rows), against))
+        rows, against = _side_by_side(rows), tf.reduce_sum(against, 0)
+        sizes.append(_Size.of(no_rows.kind, rows, no_rows.lengths, against))
     return sizes
 
 

@@ -48,7 +48,7 @@ class Rows:
         """(B·k, ...) -> (B, k, ...)."""
         k = self.per_example
         leading = [-1, k] if self.example_major else [k, -1]
-        folded = _with_leading(tensor, 1, leading)
+        folded = with_leading(tensor, 1, leading)
         if not self.example_major:
             axes = [1, 0, *range(2, folded.shape.rank)]
             folded = tf.transpose(folded, axes)
@@ -59,7 +59,7 @@ class Rows:
         if not self.example_major:
             axes = [1, 0, *range(2, tensor.shape.rank)]
             tensor = tf.transpose(tensor, axes)
-        return _with_leading(tensor, 2, [-1])
+        return with_leading(tensor, 2, [-1])
 
     def spread(self, values: tf.Tensor) -> tf.Tensor:
         """One value an example (B,) -> one value a row (B·k,)."""
@@ -272,7 +272,9 @@ def with_rows(tensor: tf.Tensor, shape: Sequence[Any]) -> tf.Tensor:
     return tf.reshape(tensor, [tf.shape(tensor)[0], *shape])
 
 
-def _with_leading(tensor, axes, sizes):
+def with_leading(
+    tensor: tf.Tensor, axes: int, sizes: Sequence[int]
+) -> tf.Tensor:
     """With sizes, one of them -1, in place of the first so many axes."""
     rest = tensor.shape[axes:]
     if rest.is_fully_defined() and 0 not in rest:

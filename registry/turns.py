@@ -28,6 +28,7 @@ from keras_fastclip.registry.terms import (
     itself,
     long_sum,
     squared_norm,
+    with_leading,
 )
 
 AT_ONCE = 4
@@ -239,11 +240,13 @@ class _Blocks(_Loop):
         start = tf.minimum(turn * self.size, self.count - self.size)
         return [_rows(tensor, start, self.size) for tensor in self.tensors]
 
-    def in_order(self, norms):
-        norms = tf.reshape(norms.stack(), [-1])
+    def in_order(self, array):
+        """What came of the blocks, by example."""
+        stacked = array.stack()
+        found = with_leading(stacked, 2, [-1])
         again = self.number * self.size - self.count
         before = self._before_last
-        return tf.concat([norms[:before], norms[before + again :]], 0)
+        return tf.concat([found[:before], found[before + again :]], 0)
 
     def by_block(self, values):
         """(B,) -> (number, size), with zeros for examples that come again."""
@@ -257,25 +260,26 @@ class _Blocks(_Loop):
         return tf.TensorArray(self.dtype, self.number, clear_after_read=False)
 
 
-def norms_in_blocks(
-    function: Callable[..., tf.Tensor],
-    tensors: Sequence[tf.Tensor],
-    most: int,
-) -> tf.Tensor:
-    """A squared norm for each example, (B,), some of them at a time.
+def in_blocks(
+    function: Function, tensors: Sequence[tf.Tensor], most: int, number: int
+) -> list[tf.Tensor]:
+    """What comes of each example, (B, ...), some of them at a time.
 
     Args:
-        function: maps the tensors of n examples to squared norms, (n,).
+        function: maps the tensors of n examples to what comes of them, (n, ...)
+            each.
         tensors: (B, ...) each, of one floating-point type.
         most: examples at a time.
+        number: of tensors that the function returns.
     """
     blocks = _Blocks(tensors, most)
 
-    def body(turn, norms):
-        return [norms.write(turn, function(*blocks.block(turn)))]
+    def body(turn, *arrays):
+        pairs = zip(arrays, function(*blocks.block(turn)), strict=True)
+        return [array.write(turn, found) for array, found in pairs]
 
-    (norms,) = blocks.run(body, [blocks.array()])
-    return blocks.in_order(norms)
+    arrays = blocks.run(body, [blocks.array() for _ in range(number)])
+    return [blocks.in_order(array) for array in arrays]
 
 
 @dataclasses.dataclass(frozen=True)
