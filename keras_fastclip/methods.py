@@ -114,6 +114,11 @@ class Limits:
     jit_compile: bool = False
     ways: Mapping[str, str] | None = None
 
+    @property
+    def loops_pay(self) -> bool:
+        """Whether a loop over examples may be the fastest form."""
+        return not self.measured or timing.loops_pay(self.jit_compile)
+
     def clock(self, kernel: Kernel, way: Way) -> float:
         """Seconds for an example."""
         if not self.measured:
@@ -145,7 +150,9 @@ def choose(
     budget = limits.budget
     if budget is None:
         budget = planner.default_budget(items, *numbers, limits.batch)
-    planned = planner.plan(items, limits.batch, budget, limits.clock)
+    planned = planner.plan(
+        items, limits.batch, budget, limits.clock, limits.loops_pay
+    )
     for i, choice in zip(places, planned, strict=True):
         chosen[i] = choice
     return chosen

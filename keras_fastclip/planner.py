@@ -42,8 +42,8 @@ from keras_fastclip.registry.turns import IN_FLIGHT
 BUDGET_FRACTION = 0.25
 LEAST_BUDGET = 32 * 2**20
 
-# So many limits to what may pass are tried.
-_LIMITS = 8
+# So many limits to what may pass are tried, the largest among them.
+_LIMITS = 16
 
 # Where a Gram matrix has fewer rows, tiles are not worth a loop.
 _LEAST_FOR_TILES = 1024
@@ -198,9 +198,33 @@ def cost(item: Item, way: Way, batch: int) -> Choice:
 Clock = Callable[[Kernel, Way], float]
 
 
-def choices(item: Item, batch: int, budget: float, clock: Clock):
-    """All ways for a kernel that may be part of a plan, with their seconds."""
+def choices(
+    item: Item,
+    batch: int,
+    budget: float,
+    clock: Clock,
+    loops_pay: bool = True,
+) -> list[Choice]:
+    """All ways for a kernel that may be part of a plan, with their seconds.
+
+    Where there is but one, no time is taken. Left out is what another way is
+    known to beat, in time and in memory.
+
+    Args:
+        item: the kernel.
+        batch: B.
+        budget: bytes.
+        clock: seconds for an example.
+        loops_pay: whether a loop over examples may be the fastest form.
+    """
     found = [cost(item, way, batch) for way in item.ways()]
+    if not loops_pay:
+        # What passes does so for all kernels; a little is always there.
+        found = [
+            choice
+            for choice in found
+            if not any(_beats(one, choice, budget / 8) for one in found)
+        ]
     if len(found) == 1:
         return found
     scale = batch * item.calls
@@ -211,8 +235,27 @@ def choices(item: Item, batch: int, budget: float, clock: Clock):
     ]
 
 
+def _beats(one, other, little):
+    """Whether a way takes less time than another, and no more memory.
+
+    Given that loops do not pay, gradients that are kept need not be built
+    again, and what is built at once takes less time than in a loop.
+    """
+    if one.way.norm != other.way.norm or one.way.form in ("loop", "tiles"):
+        return False
+    if one.more > other.more or one.passing > max(other.passing, little):
+        return False
+    again = one.way.keep and not other.way.keep
+    in_loop = other.way.form in ("loop", "tiles")
+    return again or in_loop and one.way.keep == other.way.keep
+
+
 def plan(
-    items: Sequence[Item], batch: int, budget: float, clock: Clock
+    items: Sequence[Item],
+    batch: int,
+    budget: float,
+    clock: Clock,
+    loops_pay: bool = True,
 ) -> list[Choice]:
     """A choice for each kernel.
 
@@ -224,6 +267,7 @@ def plan(
         batch: B, the expected batch size.
         budget: bytes.
         clock: seconds for an example.
+        loops_pay: as for `choices`.
 
     Raises:
         ValueError: the budget is too small for any plan.
@@ -236,10 +280,10 @@ def plan(
             f"would do is {required(smallest):,} bytes for a batch of {batch} "
             f"examples, most of it for layer {items[most].path!r}."
         )
-    options = [choices(item, batch, budget, clock) for item in items]
+    options = [choices(item, batch, budget, clock, loops_pay) for item in items]
     # What may pass takes from what may be kept, so several limits are tried.
-    limits = sorted({choice.passing for found in options for choice in found})
-    limits = limits[:: -(-len(limits) // _LIMITS) or 1]
+    passing = {choice.passing for found in options for choice in found}
+    limits = sorted(passing, reverse=True)[:: -(-len(passing) // _LIMITS) or 1]
     limits.append(max((choice.passing for choice in smallest), default=0))
     plans = [_plan_within(options, limit, budget - limit) for limit in limits]
     return min((p for p in plans if p is not None), key=_seconds)

@@ -277,6 +277,7 @@ def test_loops_that_do_not_pay_are_timed_for_one_kernel_only(
     monkeypatch, slower
 ):
     monkeypatch.undo()
+    monkeypatch.setattr(timing, "loops_pay", lambda _: True)
     monkeypatch.setattr(timing, "_slower", {})
     timed, speeds = [], {"batched": 1.0, "loop": 2.0 if slower else 1.1}
 
@@ -300,6 +301,7 @@ def test_loops_are_not_timed_beside_what_is_near_plain_training(
     monkeypatch, near, norm
 ):
     monkeypatch.undo()
+    monkeypatch.setattr(timing, "loops_pay", lambda _: True)
     monkeypatch.setattr(timing, "_slower", {})
     timed = []
     # A ghost norm comes on top of plain training.
@@ -314,6 +316,46 @@ def test_loops_are_not_timed_beside_what_is_near_plain_training(
     assert timing._measured(Kernel(20, 8, 33), way, False) > 0
     assert (way in timed) != near
     timing._measured.cache_clear()
+
+
+def test_with_onednn_loops_are_not_timed(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(timing._keras, "uses_onednn", lambda: True)
+    monkeypatch.setattr(timing._keras, "on_cpu", lambda: True)
+    assert timing.loops_pay(True) and not timing.loops_pay(False)
+    timed = []
+    monkeypatch.setattr(
+        timing, "_timed", lambda kernel, way, _: timed.append(way) or 1.0
+    )
+    at_once, loop = Way("ghost", "batched"), Way("ghost", "loop")
+    assert timing._measured(Kernel(20, 8, 34), loop, False) > 1
+    assert timed == [at_once]
+    timing._measured.cache_clear()
+
+
+def test_what_is_known_to_be_beaten_is_not_timed():
+    timed = []
+
+    def clock(kernel, way):
+        timed.append(str(way))
+        return 1.0
+
+    # T, d, p: kept gradients are smaller than inputs, and have no ghost norm.
+    item = Item("layer", Kernel(1024, 27, 32), has_ghost=False)
+    (only,) = planner.choices(item, 32, 2**30, clock, loops_pay=False)
+    assert str(only.way) == "keep:batched" and not timed
+    # Where all examples at once are too many, loops are left.
+    found = planner.choices(item, 32, 2**10, clock, loops_pay=False)
+    assert not found
+    # Ghost norms take less memory, kept gradients perhaps less time.
+    item = Item("layer", Kernel(100, 256, 1024))
+    found = planner.choices(item, 16, 2**30, clock, loops_pay=False)
+    assert {str(c.way) for c in found} >= {"ghost:batched", "keep:batched"}
+    assert not {"ghost:loop", "keep:loop"} & {str(c.way) for c in found}
+    # With loops that may pay, all are timed.
+    timed.clear()
+    everything = planner.choices(item, 16, 2**30, clock)
+    assert len(everything) == len(timed) == len(item.ways())
 
 
 def test_what_would_take_much_memory_is_not_timed_for_comparison(monkeypatch):
