@@ -132,7 +132,8 @@ def custom_gradient(function: Callable) -> Callable:
     them. Without a tape, as within a loop that is differentiated as a whole,
     TensorFlow differentiates what the function does. So it does for second
     derivatives: where a backward pass is itself recorded by a tape, what the
-    forward pass has held would pass for constants.
+    forward pass has held would pass for constants. There are no derivatives in
+    forward mode.
 
     Args:
         function: maps tensors to tensors, one or several, and to a function
@@ -186,7 +187,14 @@ class Exchange:
 
     def __init__(self, module: types.ModuleType, name: str):
         self.original, self._other = getattr(module, name), None
-        self._place, self._thread = (module, name), threading.local()
+        self._thread = threading.local()
+
+        @functools.wraps(self.original)
+        def run(*args, **kwargs):
+            on = getattr(self._thread, "on", False)
+            return (self._other if on else self.original)(*args, **kwargs)
+
+        self._place = module, name, run
 
     def by(self, other: Callable) -> Callable:
         """A decorator of what stands in."""
@@ -196,21 +204,12 @@ class Exchange:
     @contextlib.contextmanager
     def on(self):
         before = getattr(self._thread, "on", False)
-        setattr(*self._place, self._run)
+        setattr(*self._place)
         self._thread.on = True
         try:
             yield
         finally:
             self._thread.on = before
-
-    @property
-    def _run(self):
-        @functools.wraps(self.original)
-        def run(*args, **kwargs):
-            on = getattr(self._thread, "on", False)
-            return (self._other if on else self.original)(*args, **kwargs)
-
-        return run
 
 
 # (query, key, value, bias, mask, is_causal, scale)

@@ -161,7 +161,22 @@ class _SparseCrossEntropy:
 
     def _with_derivative(self, logits):
         shares = tf.nn.softmax(logits)
-        losses = self._losses(logits, shares)
+        share, logit = (
+            tf.gather(each, self._labels, batch_dims=1)
+            for each in (shares, logits)
+        )
+        held = (share > _LEAST_SHARE) & tf.math.is_finite(logit)
+
+        def otherwise():
+            """Of the other rows as TensorFlow finds them."""
+            found = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                self._labels, logits
+            )
+            return tf.where(held, -tf.math.log(tf.where(held, share, 1)), found)
+
+        losses = tf.cond(
+            tf.reduce_all(held), lambda: -tf.math.log(share), otherwise
+        )
 
         def backward(cotangent):
             # Once the losses are there, nobody else needs the array of shares:
@@ -177,20 +192,6 @@ class _SparseCrossEntropy:
             return slopes * known[:, None]
 
         return losses, backward
-
-    def _losses(self, logits, shares):
-        share, logit = (
-            tf.gather(each, self._labels, batch_dims=1)
-            for each in (shares, logits)
-        )
-        held = (share > _LEAST_SHARE) & tf.math.is_finite(logit)
-        return tf.cond(
-            tf.reduce_all(held),
-            lambda: -tf.math.log(share),
-            lambda: tf.nn.sparse_softmax_cross_entropy_with_logits(
-                self._labels, logits
-            ),
-        )
 
 
 class _CountedRows:

@@ -82,7 +82,9 @@ def _multi_head(query, key, value, bias, mask, is_causal, scale):
     itself, and again in the backward pass.
     """
     own = query.dtype in (tf.float32, tf.float64) and _keras.on_cpu()
-    if not own or query.shape[2] is None or query.shape[2] != key.shape[2]:
+    shapes = {(t.shape[0], t.shape[2]) for t in (query, key, value)}
+    # Products would repeat what has an axis of size one; Keras refuses it.
+    if not own or len(shapes) > 1 or query.shape[2] is None:
         return _keras.attention.original(
             query, key, value, bias, mask, is_causal, scale
         )

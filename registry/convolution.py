@@ -485,9 +485,9 @@ class Convolution(Linear):
         kernel = self.variables[0]
         if self.kernel(ONE_ROW).line is None:
             return Blockwise(self.of_some, [kernel.shape])
-        across = self._geometry.kernel_size[-1]
         d, p = self._widths()
-        number = math.prod(self._geometry.kernel_size[:-1])
+        *others, across = self._geometry.kernel_size
+        number = math.prod(others)
 
         def in_line(inputs, g):
             rows = Rows(inputs.shape[1])
@@ -498,9 +498,10 @@ class Convolution(Linear):
             some = self._on(rows.unfold(inputs))
             image, other = some._operands(rows.unfold(g))
             other = some._block_form(other, rows)
-            patches = some._patches(image, rows, across)
+            # Products in the same order are rounded alike.
             return [
-                tf.matmul(other, each, transpose_a=True) for each in patches
+                tf.matmul(other, patches, transpose_a=True)
+                for patches in some._patches(image, rows, across)
             ]
 
         def assembled(sums):

@@ -290,8 +290,8 @@ class Blockwise:
         function: maps the tensors of n examples to their gradients in pieces,
             (n, *shape) each.
         shapes: of the pieces.
-        careful: the same, for blocks in which some number is not finite. What
-            is zero by itself may then be none beside another example.
+        careful: the same, for blocks in which some squared norm is not finite,
+            if the function relies on zeros: times infinity they are none.
         assembled: maps sums of the pieces to sums of gradients.
     """
 

@@ -900,6 +900,12 @@ def test_what_is_not_finite_stays_with_its_own_row(where, value):
     right = sparse_losses(logits, classes, g, from_logits=True)
     for mine, exact in zip(found, right, strict=True):
         np.testing.assert_allclose(mine, exact, 2e-6, 1e-6)
+    alone = own_sparse_losses(logits_of(4), classes, g, from_logits=True)
+    others = np.array([0, 2, 3])
+    for mine, exact in zip(found, alone, strict=True):
+        np.testing.assert_array_equal(
+            mine.numpy()[others], exact.numpy()[others]
+        )
 
 
 @pytest.mark.parametrize("label", [-1, CLASSES])

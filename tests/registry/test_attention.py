@@ -59,6 +59,17 @@ def test_outputs_and_gradients_are_those_of_keras(name, heads, graph, float64):
         np.testing.assert_allclose(mine, right, 1e-12, 1e-12)
 
 
+@pytest.mark.parametrize(
+    "key, value",
+    [((1, 4, 3, 6), (1, 4, 3, 6)), ((2, 4, 3, 6), (2, 4, 1, 6))],
+)
+def test_what_keras_refuses_is_refused(key, value):
+    tensors = [random(2, 5, 3, 6), random(*key), random(*value)]
+    for run in (attended, own):
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
+            run({}, tensors, random(2, 5, 3, 6))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_left_to_keras(dtype):
     tensors = [tf.cast(random(2, 5, 3, 6, seed=i), dtype) for i in range(3)]
