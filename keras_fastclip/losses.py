@@ -120,8 +120,8 @@ _LEAST_SHARE = 1e-30
 def _cross_entropy(target, output, from_logits=False, axis=-1):
     """Keras's, in fewer passes over logits of many classes.
 
-    TensorFlow's operation takes three times as long as the softmax of oneDNN,
-    from which both the losses and their derivative follow.
+    Both the losses and their derivative follow from one softmax, for which
+    oneDNN has an operation of its own.
     """
     original = _keras.cross_entropy.original
     if not (_keras.on_cpu() and _keras.uses_onednn()):
