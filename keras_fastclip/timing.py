@@ -10,11 +10,12 @@ a few are enough: some 16 MB of numbers, or more where two examples take more.
 What takes time is to write a way as a graph: some 50 ms, and 300 for a loop.
 With oneDNN no loop over single examples is timed, but taken to take a quarter
 longer than all examples at once, or blocks of them: small products are fast
-there, and several of them in one operation faster. Without oneDNN, none is timed where all examples at once are near to the time of
-plain training, less than which no way takes. Whether others pay depends on the
-machine rather than on the kernel, but for the gradients of convolutions. So
-where they take a quarter longer than all examples at once for one kernel, they
-are taken to do so for others.
+there, and several of them in one operation faster. Without oneDNN, none is
+timed where all examples at once are near to the time of plain training, less
+than which no way takes. Whether others pay depends on the machine rather than on
+the kernel, but for the gradients of convolutions. So where they take a quarter
+longer than all examples at once for one kernel, they are taken to do so for
+others.
 """
 
 import dataclasses

@@ -25,8 +25,8 @@ examples, 3x3, on two cores with AVX2, where TensorFlow runs without oneDNN:
 | 8, 128, 128   |       8.4 |    13.9 | 17.7 |    19.6 | 12.4 |
 
 With oneDNN, "offsets" and "rows" take half the time of "loop" and are within
-a tenth of each other, and "blocks" takes less. So the planner tries "blocks" and
-"loop".
+a tenth of each other, and "blocks" takes less. So the planner tries "blocks"
+and "loop".
 
 - A depthwise convolution is one with as many groups as channels.
 - A separable convolution is a depthwise one, whose result is the input of a
