@@ -12,10 +12,10 @@ With oneDNN no loop over single examples is timed, but taken to take a quarter
 longer than all examples at once, or blocks of them: small products are fast
 there, and several of them in one operation faster. Without oneDNN, none is
 timed where all examples at once are near to the time of plain training, less
-than which no way takes. Whether others pay depends on the machine rather than on
-the kernel, but for the gradients of convolutions. So where they take a quarter
-longer than all examples at once for one kernel, they are taken to do so for
-others.
+than which no way takes. Whether others pay depends on the machine rather than
+on the kernel, but for the gradients of convolutions. So where they take a
+quarter longer than all examples at once for one kernel, they are taken to do so
+for others.
 """
 
 import dataclasses
