@@ -52,7 +52,7 @@ def test_one_line_for_each_layer_with_weights():
         "table": "Embedding closed form ghost 5 20 6 120 1",
         "twice": "Dense closed form keep:batched 5 6 6 42 2 5 kB",
         "scale": "Scale own own 6 1",
-        "lstm": "LSTM closed form ghost:batched 5 36 120 4,440 1 96 kB",
+        "lstm": "LSTM closed form ghost:batched 5 36 120 4,440 1 194 kB",
         "quadratic": "Quadratic fallback keep 244 1 30 kB",
         "conv": "Conv2D closed form keep:blocks 4 4 2 10 1 2 kB",
         "head": "Dense closed form ghost:batched 1 3 2 8 1",

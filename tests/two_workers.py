@@ -239,7 +239,8 @@ def test_passes_and_logs(parts):
         assert history["val_loss"][-1] == pytest.approx(loss, rel=1e-5)
         assert history["val_mae"][-1] == pytest.approx(mae, rel=1e-5)
         assert found == pytest.approx([loss, mae])
-        np.testing.assert_allclose(predicted, alone(X), rtol=1e-5)
+        # Of numbers that cancel to next to nothing, rounding is left.
+        np.testing.assert_allclose(predicted, alone(X), rtol=1e-5, atol=1e-6)
 
 
 def test_training_stops_at_the_last_step_within_the_budget():
