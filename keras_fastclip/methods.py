@@ -147,7 +147,6 @@ def choose(
     items = with_ways([traits[i].item for i in places], limits.ways)
     if items:  # What comes first has the data for its input.
         items[0] = dataclasses.replace(items[0], frees_input=False)
-        items[-1] = dataclasses.replace(items[-1], is_last=True)
     budget = limits.budget
     if budget is None:
         budget = planner.default_budget(items, *numbers, limits.batch)

@@ -95,8 +95,6 @@ class Item:
         only: the way that a user chose, if any.
         frees_input: whether plain training lets go of the kernel's input in
             the backward pass; the data themselves are held throughout.
-        is_last: whether its output is there with its gradient, in plain
-            training, when all else that is held is held: at the loss.
     """
 
     path: str
@@ -105,7 +103,6 @@ class Item:
     calls: int = 1
     only: Way | None = None
     frees_input: bool = True
-    is_last: bool = False
 
     @property
     def prefers_ghost(self) -> bool:
@@ -156,7 +153,7 @@ class Choice:
         kept: bytes from its norm until its sum.
         passing: bytes while its norm is taken.
         seconds: for norm and sum; None if it is not known.
-        freed: bytes of these that plain training holds at its peak, too.
+        freed: bytes that go when it is kept, and would stay otherwise.
     """
 
     way: Way
@@ -185,20 +182,17 @@ def cost(item: Item, way: Way, batch: int) -> Choice:
         block = kernel.ghost_block if way.ghost else kernel.block
         at_a_time = min(batch, 2 * block)
     held = number * batch * kernel.cotangent
-    gone = 2 * held if item.is_last else 0
     whole = number * batch * kernel.copies
     if way.ghost:
         grams = kernel.tile if way.form == "tiles" else kernel.gram
         each = grams + kernel.copied_for_ghost(way.form)
-        passing = whole + number * at_a_time * each
-        return Choice(way, held, passing, freed=gone)
+        return Choice(way, held, whole + number * at_a_time * each)
     copied = whole + number * at_a_time * kernel.copied(way.form)
     if way.keep:
         kept = number * batch * kernel.built
         freed = number * batch * kernel.input if item.frees_input else 0
-        return Choice(way, kept, copied, freed=freed + gone)
-    passing = number * at_a_time * kernel.built + copied
-    return Choice(way, held, passing, freed=gone)
+        return Choice(way, kept, copied, freed=freed)
+    return Choice(way, held, number * at_a_time * kernel.built + copied)
 
 
 Clock = Callable[[Kernel, Way], float]

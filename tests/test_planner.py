@@ -178,7 +178,7 @@ def test_budget_decides(float64, stopwatch):
 
 def test_impossible_budget_says_the_least_that_would_do():
     model, x, y = private(memory_budget=1000)
-    with pytest.raises(ValueError, match="3,840 bytes .* layer 'second'"):
+    with pytest.raises(ValueError, match="13,440 bytes .* layer 'second'"):
         model.fit(x, y, batch_size=4, verbose=0)
     model, x, y = private(memory_budget=13_440)
     model.fit(x, y, batch_size=4, verbose=0)
