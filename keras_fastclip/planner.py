@@ -280,20 +280,20 @@ def plan(
             f"would do is {required(smallest):,} bytes for a batch of {batch} "
             f"examples, most of it for layer {items[most].path!r}."
         )
-    found = _fastest(items, batch, budget, clock, loops_pay)
-    if found is None:  # A loop that does not pay takes less memory.
-        found = _fastest(items, batch, budget, clock, True)
-    return found
+    # A loop that does not pay takes less memory; perhaps nothing else fits.
+    for pay in (loops_pay, True):
+        options = [choices(item, batch, budget, clock, pay) for item in items]
+        found = _fastest(options, budget, _most_passing(smallest))
+        if found is not None:
+            return found
 
 
-def _fastest(items, batch, budget, clock, loops_pay):
+def _fastest(options, budget, least_passing):
     """The least time within the budget; None if nothing is within it."""
-    options = [choices(item, batch, budget, clock, loops_pay) for item in items]
     # What may pass takes from what may be kept, so several limits are tried.
     passing = {choice.passing for found in options for choice in found}
     limits = sorted(passing, reverse=True)[:: -(-len(passing) // _LIMITS) or 1]
-    smallest = smallest_plan(items, batch)
-    limits.append(max((choice.passing for choice in smallest), default=0))
+    limits.append(least_passing)
     plans = [_plan_within(options, limit, budget - limit) for limit in limits]
     plans = [chosen for chosen in plans if chosen is not None]
     return min(plans, key=_seconds, default=None)

@@ -514,10 +514,7 @@ class Convolution(Linear):
         )
 
     def _by_line(self, g, rows):
-        """gᵀa of each example, for each row of offsets.
-
-        This way round they take less time than aᵀg.
-        """
+        """gᵀa of each example, for each row of offsets."""
         image, other = self._operands(g)
         line = self.kernel(rows).line
         other = by_example(line.padded(other), rows)
@@ -838,8 +835,7 @@ class _Line:
 
     def __init__(self, geometry, sizes):
         before, _ = _padding(geometry, sizes, _reach(geometry, sizes))
-        self._zeros, self._shifts = [], []
-        pixels = 1
+        self.sizes, self._shifts, pixels = [], [], 1
         for axis in reversed(range(geometry.rank)):
             count, size = geometry.kernel_size[axis], sizes[axis]
             shifts = [
@@ -847,12 +843,9 @@ class _Line:
                 for i in range(count)
             ]
             behind = _output_size(geometry, axis, size) + shifts[-1] - size
-            self._zeros.insert(0, max(before[axis], behind))
+            self.sizes.insert(0, size + max(before[axis], behind))
             self._shifts.insert(0, [pixels * shift for shift in shifts])
-            pixels *= size + self._zeros[0]
-        self.sizes = [
-            size + zeros for size, zeros in zip(sizes, self._zeros, strict=True)
-        ]
+            pixels *= self.sizes[0]
         self.pixels = pixels
 
     def padded(self, tensor: tf.Tensor) -> tf.Tensor:
