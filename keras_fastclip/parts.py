@@ -160,9 +160,9 @@ class Part:
             return KeptInTurns(self._of_one, self._operands(), shapes)
         if self.way.form == "blocks":
             most = self.traits.item.kernel.block
-            build = Blockwise(self._of_some, shapes)
+            build = Blockwise(self._of_some, tuple(map(tuple, shapes)))
             if len(self.uses) == 1:
-                build = self._in_pieces(self.uses[0])
+                build = self.uses[0].term.blockwise()
             return KeptInBlocks(build, self._operands(), most)
         if len(self.uses) == 1:
             (use,) = self.uses
@@ -176,14 +176,6 @@ class Part:
             for use in self.uses
         ]
         return _Built(self._added(found, [-1]))
-
-    def _in_pieces(self, use):
-        """How the gradients of one use are built, in blocks."""
-        build = use.term.blockwise()
-        return dataclasses.replace(
-            build,
-            assembled=lambda sums: self._added([build.assembled(sums)], []),
-        )
 
     def _operands(self):
         found = [use.term.operands(use.g, use.rows) for use in self.uses]

@@ -59,13 +59,13 @@ from keras_fastclip.registry.linear import (
     join_blocks,
     measures,
     over_blocks,
-    product_of_grams,
     product_of_measures,
     rounded_up,
     scaled_pair,
     times_transposed,
 )
 from keras_fastclip.registry.lookup import register
+from keras_fastclip.registry.once import once
 from keras_fastclip.registry.terms import (
     ONE_ROW,
     Rows,
@@ -482,38 +482,9 @@ class Convolution(Linear):
 
     def blockwise(self) -> Blockwise:
         """How the gradients of some examples are built, from operands."""
-        kernel = self.variables[0]
-        if self.kernel(ONE_ROW).line is None:
-            return Blockwise(self.of_some, [kernel.shape])
-        d, p = self._widths()
-        *others, across = self._geometry.kernel_size
-        number = math.prod(others)
+        return _blockwise(self.kernel(ONE_ROW))
 
-        def in_line(inputs, g):
-            rows = Rows(inputs.shape[1])
-            return self._on(rows.unfold(inputs))._by_line(rows.unfold(g), rows)
-
-        def carefully(inputs, g):
-            rows = Rows(inputs.shape[1])
-            some = self._on(rows.unfold(inputs))
-            image, other = some._operands(rows.unfold(g))
-            other = some._block_form(other, rows)
-            # Products in the same order are rounded alike.
-            return [
-                tf.matmul(other, patches, transpose_a=True)
-                for patches in some._patches(image, rows, across)
-            ]
-
-        def assembled(sums):
-            return super(Convolution, self).assembled(
-                [tf.transpose(tf.concat(sums, -1))]
-            )
-
-        return Blockwise(
-            in_line, [(p, d // number)] * number, carefully, assembled
-        )
-
-    def _by_line(self, g, rows):
+    def by_line(self, g, rows):
         """gᵀa of each example, for each row of offsets."""
         image, other = self._operands(g)
         line = self.kernel(rows).line
@@ -521,6 +492,16 @@ class Convolution(Linear):
         return [
             tf.matmul(other, by_example(patches, rows), transpose_a=True)
             for patches in line.patches(at_least_float32(image))
+        ]
+
+    def by_rows(self, g, rows):
+        """The same from patches; products in the same order round alike."""
+        image, other = self._operands(g)
+        other = self._block_form(other, rows)
+        across = self._geometry.kernel_size[-1]
+        return [
+            tf.matmul(other, patches, transpose_a=True)
+            for patches in self._patches(image, rows, across)
         ]
 
     def operands(self, g, rows):
@@ -560,45 +541,39 @@ class Convolution(Linear):
         shifted = self._has_shifted_grams(rows)
         if form == "blocks" and rows.per_example > 1:
             form = "loop"
-        if form in (None, "batched"):
-            if shifted:
-                return self._shifted_norm(*self._operands(g))
+        at_once = form in (None, "batched")
+        if at_once and not shifted:
             return super().omega(g, rows)
-
-        if form == "blocks":
-
-            def of_some(inputs, g):
-                some, g = self._on(inputs[:, 0]), g[:, 0]
-                if shifted:
-                    return measures(*some._shifted_grams(*some._operands(g)))
-                return measures(*map(gram, some.pair(g, ONE_ROW)))
-
-            # Bounds on errors take many operations, for all examples as many
-            # as for a few.
-            most = self.kernel(rows).ghost_block
-            found = in_blocks(of_some, self.operands(g, rows), most, number=7)
-            kinds = list(map(Kind.of, self._widths()))
-            if shifted:
-                kinds[0] = self._shifted_kind()
-            return rounded_up(over_blocks(product_of_measures(found, kinds)))
+        if at_once or form == "blocks":
+            norms = _norms_at_once if at_once else _norms_in_blocks
+            return once(norms, self.kernel(rows))(*self.operands(g, rows))
 
         # Patches take more than the image, so they are cut in the loop.
         def of_one(inputs, g):
             one = self._on(inputs[0])
             if shifted and form == "loop":
-                return one._shifted_norm(*one._operands(g[0]))
+                return _norms(one.measures(g[0]), one)
             norm = ghost_norm_by_tiles if form == "tiles" else ghost_norm
             return norm(*one.pair(g[0], Rows(rows.per_example)))
 
         return norms_in_turns(of_one, self.operands(g, rows))
 
+    def measures(self, g):
+        """Of the Gram matrices of all patches and of g."""
+        if self._has_shifted_grams(ONE_ROW):
+            return measures(*self._shifted_grams(*self._operands(g)))
+        return measures(*map(gram, self.pair(g, ONE_ROW)))
+
+    def kinds(self):
+        """How these Gram matrices are added up."""
+        of_patches, of_g = map(Kind.of, self._widths())
+        if self._has_shifted_grams(ONE_ROW):
+            of_patches = self._shifted_kind()
+        return of_patches, of_g
+
     def _has_shifted_grams(self, rows):
         kernel = self.kernel(rows)
         return kernel is not None and kernel.has_shifted_grams
-
-    def _shifted_norm(self, image, other):
-        """The ghost norm from a Gram matrix of pixels."""
-        return rounded_up(product_of_grams(*self._shifted_grams(image, other)))
 
     def _shifted_kind(self):
         """How the Gram matrix of patches is added up."""
@@ -637,6 +612,60 @@ class Convolution(Linear):
             of_pixels.shifted(gram_a, self._shifted_kind()),
             gram(g[:, : gram_a.shape[-1]]),
         )
+
+
+@functools.cache
+def _blockwise(kernel):
+    """How the gradients of some examples are built.
+
+    Cached, since only the same functions are written `once`.
+    """
+
+    def by(method):
+        def gradients(inputs, g):
+            rows = Rows(inputs.shape[1])
+            some = kernel.on(rows.unfold(inputs))
+            return method(some, rows.unfold(g), rows)
+
+        return gradients
+
+    def from_rows(sums):
+        matrix = tf.transpose(tf.concat(sums, -1))
+        return [tf.reshape(matrix, kernel.weights)]
+
+    if kernel.line is None:
+        return Blockwise(by(kernel.term.per_example), (kernel.weights,))
+    number = math.prod(kernel.geometry.kernel_size[:-1])
+    return Blockwise(
+        by(kernel.term.by_line),
+        ((kernel.outputs, kernel.inputs // number),) * number,
+        by(kernel.term.by_rows),
+        from_rows,
+    )
+
+
+def _norms_at_once(kernel, inputs, g):
+    """Ghost norms of all examples, with one row each."""
+    found = kernel.on(inputs[:, 0])
+    return _norms(found.measures(g[:, 0]), found)
+
+
+def _norms(found, term):
+    """Ghost norms from what `measures` of a term returned."""
+    return rounded_up(over_blocks(product_of_measures(found, term.kinds())))
+
+
+def _norms_in_blocks(kernel, inputs, g):
+    """The same, some examples at a time."""
+    # Bounds on errors take many operations, for all examples as many as for a
+    # few.
+    found = in_blocks(
+        lambda inputs, g: kernel.on(inputs[:, 0]).measures(g[:, 0]),
+        [inputs, g],
+        kernel.ghost_block,
+        number=7,
+    )
+    return _norms(found, kernel.on(inputs[:, 0]))
 
 
 def _examples_in(numbers, each):
@@ -778,7 +807,10 @@ class ConvolutionKernel(Kernel):
         return inputs, tf.random.stateless_normal(outputs.shape, [3, 4])
 
     def on(self, inputs):
-        kernel = tf.zeros(self.weights)
+        # Of `tf.zeros` a graph would hold a constant.
+        kernel = tf.raw_ops.Empty(
+            shape=self.weights, dtype=tf.float32, init=True
+        )
         return self.term(kernel, self.geometry, inputs, self.convolve)
 
 

@@ -26,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_fastclip import _keras
+from keras_fastclip.registry.once import once
 from keras_fastclip.registry.terms import (
     Factors,
     Rows,
@@ -358,6 +359,10 @@ def ghost_norm(
         return norms_in_turns(ghost_norm, [a, g])
     if form == "tiles":
         return norms_in_turns(ghost_norm_by_tiles, [a, g])
+    return once(_norms_at_once)(a, g)
+
+
+def _norms_at_once(a, g):
     return rounded_up(over_blocks(gram_product(a, g)))
 
 
@@ -382,12 +387,8 @@ class Product(NamedTuple):
 
 def gram_product(a: tf.Tensor, g: tf.Tensor) -> Product:
     """⟨aaᵀ, ggᵀ⟩ of a (..., T, d) and g (..., T, p)."""
-    return product_of_grams(gram(a), gram(g))
-
-
-def product_of_grams(a: "Gram", g: "Gram") -> Product:
-    """`gram_product` of Gram matrices that are there already."""
-    return product_of_measures(measures(a, g), (a.kind, g.kind))
+    grams = gram(a), gram(g)
+    return product_of_measures(measures(*grams), [own.kind for own in grams])
 
 
 def measures(a: "Gram", g: "Gram") -> list[tf.Tensor]:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_fastclip import _keras
 from keras_fastclip.registry.dense import positions
 from keras_fastclip.registry.lookup import register
+from keras_fastclip.registry.once import once
 from keras_fastclip.registry.terms import Small, at_least_float32
 
 
@@ -74,7 +75,7 @@ class _WithDerivative:
     """
 
     def __init__(self, layer, inputs):
-        self._layer, self._latest = layer, None
+        self._sizes, self._latest = self._sizes_of(layer), None
         width = inputs.shape[-1]
         gamma, beta = (
             tf.fill([width], tf.constant(neutral, inputs.dtype))
@@ -83,11 +84,28 @@ class _WithDerivative:
             for weight, neutral in ((layer.gamma, 1), (layer.beta, 0))
         )
         run = _keras.custom_gradient(self._normalized)
-        self.zeta = tf.ensure_shape(run(inputs, gamma, beta), inputs.shape)
+        self.zeta = run(inputs, gamma, beta)
+
+    def _sizes_of(self, layer):
+        """What `forward` and the others depend on beside tensors."""
+        raise NotImplementedError
 
     def _normalized(self, inputs, gamma, beta):
         """The output, and the function that its cotangent goes back by."""
-        raise NotImplementedError
+        forward = once(self.forward, *self._sizes)
+        zeta, *self._held = forward(inputs, gamma, beta)
+        held = self._held
+
+        def backward(cotangent):
+            g = tf.ensure_shape(cotangent, inputs.shape)
+            # Known again when the gradients of γ and β are asked for.
+            sums = self._sums(g)
+            self._latest = cotangent, sums
+            by_input = once(self.backward, *self._sizes)
+            total = [tf.reduce_sum(each, 0) for each in sums]
+            return by_input(g, gamma, *sums, *held), *total
+
+        return zeta, backward
 
     def sums(self, g):
         """Σg·x̂ and Σg over the positions of each row, (rows, channels)."""
@@ -96,40 +114,51 @@ class _WithDerivative:
         return self._sums(g)
 
     def _sums(self, g):
+        return once(self.sums_of, *self._sizes)(g, *self._held)
+
+    @staticmethod
+    def forward(*args):
+        """Maps sizes, inputs, γ and β to ζ and what the others need of it."""
         raise NotImplementedError
 
-    def _sums_of(self, cotangent, inputs):
-        """The same in a backward pass, to be known again."""
-        g = tf.ensure_shape(cotangent, inputs.shape)
-        self._latest = cotangent, self._sums(g)
-        return g, self._latest[1]
+    @staticmethod
+    def sums_of(*args):
+        """Maps sizes, g and what `forward` found to what `sums` returns."""
+        raise NotImplementedError
+
+    @staticmethod
+    def backward(*args):
+        """Maps sizes, g, γ, the sums and the rest to the inputs' cotangent."""
+        raise NotImplementedError
 
 
 class _LastAxis(_WithDerivative):
     """All positions, each normalized over its channels."""
 
-    def _normalized(self, inputs, gamma, beta):
+    def _sizes_of(self, layer):
+        epsilon = layer.epsilon
+        # As in Keras.
+        return (keras.config.epsilon() if epsilon is None else epsilon,)
+
+    @staticmethod
+    def forward(epsilon, inputs, gamma, beta):
         d = inputs - tf.reduce_mean(inputs, -1, keepdims=True)
         variance = tf.reduce_mean(tf.square(d), -1, keepdims=True)
-        epsilon = self._layer.epsilon
-        if epsilon is None:  # As in Keras.
-            epsilon = keras.config.epsilon()
         r = tf.math.rsqrt(variance + epsilon)
-        self._normal = normal = d * r
+        normal = d * r
+        return normal * gamma + beta, normal, r
 
-        def backward(cotangent):
-            g, sums = self._sums_of(cotangent, inputs)
-            h = g * gamma
-            mean = tf.reduce_mean(h, -1, keepdims=True)
-            slope = tf.reduce_mean(h * normal, -1, keepdims=True)
-            total = [tf.reduce_sum(each, 0) for each in sums]
-            return r * (h - mean - normal * slope), *total
-
-        return normal * gamma + beta, backward
-
-    def _sums(self, g):
-        of_gamma = tf.reduce_sum(positions(g * self._normal), 1)
+    @staticmethod
+    def sums_of(_, g, normal, r):
+        of_gamma = tf.reduce_sum(positions(g * normal), 1)
         return of_gamma, tf.reduce_sum(positions(g), 1)
+
+    @staticmethod
+    def backward(_, g, gamma, of_gamma, of_beta, normal, r):
+        h = g * gamma
+        mean = tf.reduce_mean(h, -1, keepdims=True)
+        slope = tf.reduce_mean(h * normal, -1, keepdims=True)
+        return r * (h - mean - normal * slope)
 
 
 class _Groups(_WithDerivative):
@@ -141,40 +170,44 @@ class _Groups(_WithDerivative):
     time than a sum over both at once.
     """
 
-    def _normalized(self, inputs, gamma, beta):
+    def _sizes_of(self, layer):
+        return layer.groups, layer.epsilon
+
+    @staticmethod
+    def forward(groups, epsilon, inputs, gamma, beta):
         x = positions(inputs)
-        d = x - self._mean(tf.reduce_mean(x, 1))[:, None]
-        variance = self._mean(tf.reduce_mean(tf.square(d), 1))
-        r = tf.math.rsqrt(variance + self._layer.epsilon)
-        scale = r * gamma
-        zeta = d * scale[:, None] + beta
-        self._d, self._r = d, r
-        count = tf.cast(tf.shape(x)[1], x.dtype)
+        d = x - _mean(groups, tf.reduce_mean(x, 1))[:, None]
+        variance = _mean(groups, tf.reduce_mean(tf.square(d), 1))
+        r = tf.math.rsqrt(variance + epsilon)
+        zeta = d * (r * gamma)[:, None] + beta
+        return _shaped_as(inputs, zeta), d, r
 
-        def backward(cotangent):
-            g, sums = self._sums_of(cotangent, inputs)
-            of_gamma, of_beta = sums
-            mean = r * self._mean(gamma * of_beta) / count
-            slope = r * r * self._mean(gamma * of_gamma) / count
-            away = d * slope[:, None] + mean[:, None]
-            dx = positions(g) * scale[:, None] - away
-            total = [tf.reduce_sum(each, 0) for each in sums]
-            return tf.reshape(dx, tf.shape(inputs)), *total
-
-        return tf.reshape(zeta, tf.shape(inputs)), backward
-
-    def _mean(self, by_channel):
-        """(rows, channels), means over the channels of a group for each."""
-        width, groups = by_channel.shape[-1], self._layer.groups
-        each = width // groups
-        parts = tf.reshape(by_channel, [-1, groups, each])
-        means = tf.reduce_mean(parts, -1, keepdims=True)
-        return tf.reshape(tf.tile(means, [1, 1, each]), [-1, width])
-
-    def _sums(self, g):
+    @staticmethod
+    def sums_of(groups, _, g, d, r):
         g = positions(g)
-        of_gamma = self._r * tf.reduce_sum(g * self._d, 1)
-        return of_gamma, tf.reduce_sum(g, 1)
+        return r * tf.reduce_sum(g * d, 1), tf.reduce_sum(g, 1)
+
+    @staticmethod
+    def backward(groups, _, g, gamma, of_gamma, of_beta, d, r):
+        count = tf.cast(tf.shape(d)[1], d.dtype)
+        mean = r * _mean(groups, gamma * of_beta) / count
+        slope = r * r * _mean(groups, gamma * of_gamma) / count
+        away = d * slope[:, None] + mean[:, None]
+        return _shaped_as(g, positions(g) * (r * gamma)[:, None] - away)
+
+
+def _mean(groups, by_channel):
+    """(rows, channels), means over the channels of a group for each."""
+    width = by_channel.shape[-1]
+    each = width // groups
+    parts = tf.reshape(by_channel, [-1, groups, each])
+    means = tf.reduce_mean(parts, -1, keepdims=True)
+    return tf.reshape(tf.tile(means, [1, 1, each]), [-1, width])
+
+
+def _shaped_as(tensor, other):
+    """The other in the shape of a tensor."""
+    return tf.ensure_shape(tf.reshape(other, tf.shape(tensor)), tensor.shape)
 
 
 def _affine(layer, inputs, gamma, beta):

@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_fastclip import _keras
+from keras_fastclip.registry.once import once
 from keras_fastclip.registry.terms import (
     Factors,
     itself,
@@ -226,38 +227,43 @@ class _Blocks(_Loop):
     examples may have been in the one before; what comes of these is dropped.
     Each is a slice of consecutive rows, of which TensorFlow makes no copy where
     the size of a row is a multiple of 64 bytes.
+
+    Args:
+        count: of examples.
+        most: examples at a time.
     """
 
-    def __init__(self, tensors, most):
-        self.tensors, self.dtype = tensors, tensors[0].dtype
-        self.count = tf.shape(tensors[0])[0]
+    def __init__(self, count, most):
+        self.count = count
         self.number = tf.maximum(-(-self.count // most), 1)
         self.size = -(-self.count // self.number)
-        self._before_last = (self.number - 1) * self.size
+        # Where what comes of each example is, among what comes of all blocks.
+        each = tf.range(count)
+        again = self.number * self.size - count
+        in_last = each >= (self.number - 1) * self.size
+        self._places = each + tf.where(in_last, again, 0)
 
-    def block(self, turn):
+    def block(self, turn, tensors):
         """The tensors of a block."""
         start = tf.minimum(turn * self.size, self.count - self.size)
-        return [_rows(tensor, start, self.size) for tensor in self.tensors]
+        return [_rows(tensor, start, self.size) for tensor in tensors]
 
     def in_order(self, array):
         """What came of the blocks, by example."""
-        stacked = array.stack()
-        found = with_leading(stacked, 2, [-1])
-        again = self.number * self.size - self.count
-        before = self._before_last
-        return tf.concat([found[:before], found[before + again :]], 0)
+        return tf.gather(with_leading(array.stack(), 2, [-1]), self._places)
 
     def by_block(self, values):
         """(B,) -> (number, size), with zeros for examples that come again."""
-        before = self._before_last
-        again = tf.zeros([self.number * self.size - self.count], values.dtype)
-        values = tf.concat([values[:before], again, values[before:]], 0)
-        return tf.reshape(values, [self.number, self.size])
+        places = self._places[:, None]
+        found = tf.scatter_nd(places, values, [self.number * self.size])
+        return tf.reshape(found, [self.number, self.size])
 
-    def array(self):
-        """An array that takes what comes of the blocks."""
-        return tf.TensorArray(self.dtype, self.number, clear_after_read=False)
+    def arrays(self, dtype, number):
+        """So many, that take what comes of the blocks."""
+        return [
+            tf.TensorArray(dtype, self.number, clear_after_read=False)
+            for _ in range(number)
+        ]
 
 
 def in_blocks(
@@ -272,13 +278,14 @@ def in_blocks(
         most: examples at a time.
         number: of tensors that the function returns.
     """
-    blocks = _Blocks(tensors, most)
+    blocks = _Blocks(tf.shape(tensors[0])[0], most)
 
     def body(turn, *arrays):
-        pairs = zip(arrays, function(*blocks.block(turn)), strict=True)
-        return [array.write(turn, found) for array, found in pairs]
+        found = function(*blocks.block(turn, tensors))
+        pairs = zip(arrays, found, strict=True)
+        return [array.write(turn, own) for array, own in pairs]
 
-    arrays = blocks.run(body, [blocks.array() for _ in range(number)])
+    arrays = blocks.run(body, blocks.arrays(tensors[0].dtype, number))
     return [blocks.in_order(array) for array in arrays]
 
 
@@ -296,7 +303,7 @@ class Blockwise:
     """
 
     function: Function
-    shapes: Sequence[Sequence[int]]
+    shapes: tuple[tuple[int, ...], ...]
     careful: Function | None = None
     assembled: Callable[[list[tf.Tensor]], Any] = itself
 
@@ -334,27 +341,46 @@ class KeptInBlocks:
     def __init__(
         self, build: Blockwise, tensors: Sequence[tf.Tensor], most: int
     ):
-        self._build = build
-        self._blocks = blocks = _Blocks(tensors, most)
-
-        def body(turn, norms, *arrays):
-            squares, *pieces = build.pieces(*blocks.block(turn))
-            pairs = zip(arrays, pieces, strict=True)
-            written = [array.write(turn, each) for array, each in pairs]
-            return norms.write(turn, squares), *written
-
-        arrays = [blocks.array() for _ in build.shapes]
-        norms, *self._arrays = blocks.run(body, [blocks.array(), *arrays])
-        self.squared_norms = blocks.in_order(norms)
+        self._build, self._most = build, most
+        self._dtype = tensors[0].dtype
+        self.squared_norms, *self._arrays = once(_kept, build, most)(*tensors)
 
     def weighted_sum(self, factors: Factors) -> list[tf.Tensor]:
         """Σᵢ cᵢ·gradientᵢ, without the examples of factor zero."""
-        blocks = self._blocks
-        values = blocks.by_block(tf.cast(factors.values, blocks.dtype))
-        sums = _weighted_sum(
-            blocks, self._arrays, self._build.shapes, values, factors.finite
-        )
+        values = tf.cast(factors.values, self._dtype)
+        total = once(_sum_of_kept, self._build.shapes, self._most)
+        sums = total(values, factors.finite, *self._arrays)
         return self._build.assembled(sums)
+
+
+def _kept(build, most, *tensors):
+    """Squared norms, and arrays with the pieces of all blocks."""
+    blocks = _Blocks(tf.shape(tensors[0])[0], most)
+
+    def body(turn, norms, *arrays):
+        squares, *pieces = build.pieces(*blocks.block(turn, tensors))
+        pairs = zip(arrays, pieces, strict=True)
+        written = [array.write(turn, each) for array, each in pairs]
+        return norms.write(turn, squares), *written
+
+    arrays = blocks.arrays(tensors[0].dtype, 1 + len(build.shapes))
+    norms, *arrays = blocks.run(body, arrays)
+    return blocks.in_order(norms), *arrays
+
+
+def _sum_of_kept(shapes, most, values, finite, *arrays):
+    blocks = _Blocks(tf.shape(values)[0], most)
+    arrays = [_as_array(array, values.dtype) for array in arrays]
+    return _weighted_sum(
+        blocks, arrays, shapes, blocks.by_block(values), finite
+    )
+
+
+def _as_array(array, dtype):
+    """An array, of which a function returns but what holds its tensors."""
+    if isinstance(array, tf.TensorArray):
+        return array
+    return tf.TensorArray(dtype, flow=array, clear_after_read=False)
 
 
 def norm_of_one(gradients: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -1,0 +1,99 @@
+"""Functions that are in a graph once."""
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_fastclip import DPSequential
+from keras_fastclip.registry.once import once
+
+
+def scaled(factor, x, y):
+    return factor * x + y
+
+
+def calls_and_functions(function, *arguments):
+    graph = function.get_concrete_function(*arguments).graph.as_graph_def()
+    calls = [n for n in graph.node if n.op == "PartitionedCall"]
+    return len(calls), len({n.attr["f"].func.name for n in calls})
+
+
+def test_is_written_once_for_all_calls_with_the_same_sizes():
+    @tf.function(autograph=False)
+    def step(x):
+        for _ in range(3):
+            x = once(scaled, 2.0)(x, x)
+        return once(scaled, 3.0)(x, x)
+
+    x = tf.ones([4])
+    assert calls_and_functions(step, x) == (4, 2)
+    np.testing.assert_array_equal(step(x), np.full(4, 108.0))
+
+
+def test_other_shapes_are_other_functions():
+    @tf.function(autograph=False)
+    def step(x):
+        return once(scaled, 2.0)(x, x), once(scaled, 2.0)(x[:2], x[:2])
+
+    assert calls_and_functions(step, tf.ones([4])) == (2, 2)
+
+
+def test_goes_with_the_graph():
+    def step(x):
+        return once(scaled, 2.0)(x, x)
+
+    function = tf.function(step, autograph=False)
+    graph = function.get_concrete_function(tf.ones([4])).graph
+    gone = weakref.ref(graph)
+    del graph, function
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_same_as_without(jit_compile):
+    def step(x):
+        return once(scaled, 2.0)(x, x)
+
+    x = tf.constant([1.0, -2.0])
+    function = tf.function(step, autograph=False, jit_compile=jit_compile)
+    np.testing.assert_array_equal(function(x), step(x))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: keras.layers.Conv2D(16, 3, padding="same"),
+        lambda: keras.layers.GroupNormalization(4),
+        lambda: keras.layers.LayerNormalization(),
+        lambda: keras.layers.Dense(16),
+    ],
+    ids=["Conv2D", "GroupNormalization", "LayerNormalization", "Dense"],
+)
+@pytest.mark.parametrize("method", ["auto", "bk"])
+def test_more_layers_of_one_size_add_few_operations(layer, method):
+    x = np.zeros([4, 8, 8, 16], "float32")
+
+    def size(count):
+        model = DPSequential(
+            [keras.Input(x.shape[1:]), *(layer() for _ in range(count))],
+            l2_norm_clip=1.0,
+            noise_multiplier=1.0,
+            method=method,
+        )
+        model.compile("sgd", "mse")
+        step = tf.function(model.clipped_gradients, autograph=False)
+        graph = step.get_concrete_function(tf.constant(x), tf.constant(x)).graph
+        return _count(graph.as_graph_def())
+
+    two, four = size(2), size(4)
+    assert (four - two) / 2 < 60
+
+
+def _count(graph):
+    functions = graph.library.function
+    return len(graph.node) + sum(len(f.node_def) for f in functions)
