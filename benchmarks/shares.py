@@ -84,8 +84,9 @@ def kernels(model, batch):
         if part.item is not None and part.item.kernel.positions > 1
     )
     for (kernel, way), number in numbers.items():
-        seconds = batch * timing.clock(kernel, way)
-        yield kernel, number, way, seconds, batch * timing.plain_clock(kernel)
+        (seconds,) = timing.clock(kernel, [way])
+        plain = timing.plain_clock(kernel)
+        yield kernel, number, way, batch * seconds, batch * plain
 
 
 def table_of(*columns):

@@ -119,11 +119,11 @@ class Limits:
         """Whether a loop over examples may be the fastest form."""
         return not self.measured or timing.loops_pay(self.jit_compile)
 
-    def clock(self, kernel: Kernel, way: Way) -> float:
-        """Seconds for an example."""
+    def clock(self, kernel: Kernel, ways: Sequence[Way]) -> list[float]:
+        """Seconds for an example, of each way."""
         if not self.measured:
-            return planner.reference_clock(kernel, way)
-        return timing.clock(kernel, way, self.jit_compile)
+            return planner.reference_clocks(kernel, ways)
+        return timing.clock(kernel, ways, self.jit_compile)
 
 
 def choose(

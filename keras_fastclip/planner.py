@@ -39,7 +39,7 @@ from keras_fastclip.registry.linear import Kernel
 from keras_fastclip.registry.turns import IN_FLIGHT
 
 # Of weights, activations and their gradients, and at least so many bytes.
-BUDGET_FRACTION = 0.25
+BUDGET_FRACTION = 0.5
 LEAST_BUDGET = 32 * 2**20
 
 # So many limits to what may pass are tried, the largest among them.
@@ -195,7 +195,7 @@ def cost(item: Item, way: Way, batch: int) -> Choice:
     return Choice(way, held, number * at_a_time * kernel.built + copied)
 
 
-Clock = Callable[[Kernel, Way], float]
+Clock = Callable[[Kernel, Sequence[Way]], Sequence[float]]
 
 
 def choices(
@@ -214,7 +214,7 @@ def choices(
         item: the kernel.
         batch: B.
         budget: bytes.
-        clock: seconds for an example.
+        clock: seconds for an example, of each of some ways.
         loops_pay: whether a loop over examples may be the fastest form.
     """
     found = [cost(item, way, batch) for way in item.ways()]
@@ -227,11 +227,12 @@ def choices(
         ]
     if len(found) == 1:
         return found
+    found = [c for c in found if c.more + c.passing <= budget]
+    each = clock(item.kernel, [choice.way for choice in found])
     scale = batch * item.calls
     return [
-        dataclasses.replace(c, seconds=scale * clock(item.kernel, c.way))
-        for c in found
-        if c.more + c.passing <= budget
+        dataclasses.replace(choice, seconds=scale * seconds)
+        for choice, seconds in zip(found, each, strict=True)
     ]
 
 
@@ -266,7 +267,7 @@ def plan(
         items: the kernels.
         batch: B, the expected batch size.
         budget: bytes.
-        clock: seconds for an example.
+        clock: seconds for an example, of each of some ways.
         loops_pay: as for `choices`.
 
     Raises:
@@ -346,10 +347,12 @@ def _most_passing(chosen):
 def default_budget(
     items: Sequence[Item], weights: int, activations: int, batch: int
 ) -> float:
-    """What must be, and 25 % of what plain training takes to save time.
+    """What must be, and half of what plain training takes to save time.
 
     Counted are weights, their gradients, and activations of layers that have
-    weights, with their gradients; at least 32 MiB are allowed.
+    weights, with their gradients; at least 32 MiB are allowed. (In a quarter,
+    the gradients of the output layer of a GPT-like model would have no room,
+    with which it is faster: `opacus` in `benchmarks/results/auto.txt`.)
 
     Args:
         items: the kernels.
@@ -403,3 +406,8 @@ def reference_clock(kernel: Kernel, way: Way) -> float:
     passes = 4 * (2 * kernel.built + kernel.copied(way.form)) / _STREAM
     seconds = turn + once / speed + passes
     return seconds if way.keep else seconds + once / _LARGE
+
+
+def reference_clocks(kernel: Kernel, ways: Sequence[Way]) -> list[float]:
+    """The same of several ways."""
+    return [reference_clock(kernel, way) for way in ways]

@@ -182,11 +182,10 @@ def _by_layer(plan: Plan, method: Method, limits: Limits) -> dict[str, tuple]:
 def _seconds(pairs, limits):
     """Of the kernels; what is left over is short."""
     return sum(
-        limits.batch
-        * part.item.calls
-        * limits.clock(part.item.kernel, choice.way)
+        limits.batch * part.item.calls * seconds
         for part, choice in pairs
         if part.item is not None
+        for seconds in limits.clock(part.item.kernel, [choice.way])
     )
 
 

@@ -6,6 +6,8 @@ way is the fastest. So each way is run on a few random examples of the very
 sizes of the kernel, once in a process for each distinct kernel, while the
 training step is traced. Time grows in proportion to the number of examples, so
 a few are enough: some 16 MB of numbers, or more where two examples take more.
+The ways of a kernel are run in turn, so that whatever else the machine does
+meets all of them.
 
 What takes time is to write a way as a graph: some 50 ms, and 300 for a loop.
 With oneDNN no loop over single examples is timed, but taken to take a quarter
@@ -21,13 +23,14 @@ for others.
 import dataclasses
 import functools
 import time
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from keras_fastclip import _keras
 from keras_fastclip.capture import Use
 from keras_fastclip.parts import Part
-from keras_fastclip.planner import Way, reference_clock
+from keras_fastclip.planner import Way, reference_clocks
 from keras_fastclip.registry.linear import Kernel
 from keras_fastclip.registry.terms import Rows
 from keras_fastclip.registry.turns import AT_ONCE
@@ -39,17 +42,26 @@ _RUNS = 8
 _TOO_MUCH = 5e9
 
 
-def clock(kernel: Kernel, way: Way, jit_compile: bool = False) -> float:
+def clock(
+    kernel: Kernel, ways: Sequence[Way], jit_compile: bool = False
+) -> list[float]:
     """Seconds for norm and clipped sum of one example, as measured here."""
     if 2 * kernel.positions * kernel.built > _TOO_MUCH:
-        return reference_clock(kernel, way)
-    if way.keep:
-        return _measured(kernel, way, jit_compile)
+        return reference_clocks(kernel, ways)
+    norms = [
+        way if way.keep or way.ghost else dataclasses.replace(way, keep=True)
+        for way in ways
+    ]
+    # Those that are timed in any case.
+    plain = [] if all(way.keep for way in ways) else [None]
+    usual = [_at_once(kernel, way) or way for way in norms]
+    _time_in_turn(kernel, [*plain, *usual], jit_compile)
+    found = [_measured(kernel, way, jit_compile) for way in norms]
     # The norm, and the sum as plain training takes it.
-    norm = way if way.ghost else dataclasses.replace(way, keep=True)
-    return _measured(kernel, norm, jit_compile) + plain_clock(
-        kernel, jit_compile
-    )
+    return [
+        norm if way.keep else norm + plain_clock(kernel, jit_compile)
+        for way, norm in zip(ways, found, strict=True)
+    ]
 
 
 def plain_clock(kernel: Kernel, jit_compile: bool = False) -> float:
@@ -123,7 +135,29 @@ def _least(kernel, way):
     return 2 if way is not None and way.form == "batched" else AT_ONCE
 
 
+# By kernel, way and whether XLA compiles it.
+_known: dict[tuple, float] = {}
+
+
 def _timed(kernel, way, jit_compile):
+    _time_in_turn(kernel, [way], jit_compile)
+    return _known[kernel, way, jit_compile]
+
+
+def _time_in_turn(kernel, ways, jit_compile):
+    """Runs those that are not known, one after the other, several times."""
+    new = [
+        w for w in dict.fromkeys(ways) if (kernel, w, jit_compile) not in _known
+    ]
+    with _keras.eager_scope():
+        steps = [_step(kernel, way, jit_compile) for way in new]
+        rounds = [[_seconds(*step) for step in steps] for _ in range(_RUNS + 1)]
+    for way, *seconds in zip(new, *rounds, strict=True):
+        _known[kernel, way, jit_compile] = min(seconds)
+
+
+def _step(kernel, way, jit_compile):
+    """What is run for a way, and on how many examples."""
     work = 2 * kernel.positions * kernel.built
     # To write the sum takes the same time for few examples and for many.
     most = _WORK if way is not None else 8 * _WORK
@@ -132,33 +166,28 @@ def _timed(kernel, way, jit_compile):
         most = kernel.ghost_block if way.ghost else kernel.block
     examples = int(min(most, _NUMBERS / _numbers(kernel, way)))
     examples = max(examples, _least(kernel, way))
-    with _keras.eager_scope():
-        inputs, g = kernel.sample(examples)
+    inputs, g = kernel.sample(examples)
 
-        def run(inputs, g, finite):
-            term = kernel.on(inputs)
-            part = Part([Use(term, g, Rows(kernel.rows), None)])
-            if way is None:
-                sums = part.weighted_sum(tf.ones([examples]), finite)
-                return list(sums.values())
-            part.way = way
-            norms = part.squared_norms()
-            sums = part.weighted_sum(norms, finite) if way.keep else {}
-            return [norms, *sums.values()]
+    def run(inputs, g, finite):
+        term = kernel.on(inputs)
+        part = Part([Use(term, g, Rows(kernel.rows), None)])
+        if way is None:
+            sums = part.weighted_sum(tf.ones([examples]), finite)
+            return list(sums.values())
+        part.way = way
+        norms = part.squared_norms()
+        sums = part.weighted_sum(norms, finite) if way.keep else {}
+        return [norms, *sums.values()]
 
-        # Arguments all of them: what a graph holds stays for longer. And
-        # whether norms are finite is known when a step runs, not before.
-        step = functools.partial(
-            tf.function(run, jit_compile=jit_compile, autograph=False),
-            inputs,
-            g,
-            tf.constant(True),
-        )
-        return min(_seconds(step) for _ in range(_RUNS + 1)) / examples
+    # Arguments all of them: what a graph holds stays for longer. And whether
+    # norms are finite is known when a step runs, not before.
+    step = tf.function(run, jit_compile=jit_compile, autograph=False)
+    return functools.partial(step, inputs, g, tf.constant(True)), examples
 
 
-def _seconds(step):
+def _seconds(step, examples):
+    """For an example."""
     start = time.perf_counter()
     # Devices run ahead of Python until a value is asked for.
     float(tf.reduce_sum(step()[0]))
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / examples

@@ -29,5 +29,5 @@ def fixed_speeds(monkeypatch):
     monkeypatch.setattr(
         timing,
         "clock",
-        lambda kernel, way, jit_compile: planner.reference_clock(kernel, way),
+        lambda kernel, ways, jit: planner.reference_clocks(kernel, ways),
     )
