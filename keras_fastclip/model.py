@@ -604,7 +604,7 @@ class DPModel(_PrivateModel, keras.Model):
         memory_budget: bytes that method "auto" may take for norms and clipped
             sums, beyond what plain training takes; the sum itself and its
             noise, each as large as the weights, are not counted. By default
-            the least that will do, and half of what plain training of the
+            the least that will do, and 25 % of what plain training of the
             model takes (at least 32 MiB) to save time.
         views: how often each example goes through the model in a step, each
             time with random numbers of its own for augmentation layers and

@@ -1,6 +1,7 @@
 """Norms and sums of the weights that belong together, in a chosen way."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -160,10 +161,12 @@ class Part:
             return KeptInTurns(self._of_one, self._operands(), shapes)
         if self.way.form == "blocks":
             most = self.traits.item.kernel.block
-            build = Blockwise(self._of_some, tuple(map(tuple, shapes)))
             if len(self.uses) == 1:
                 build = self.uses[0].term.blockwise()
-            return KeptInBlocks(build, self._operands(), most)
+                return KeptInBlocks(build, self._operands(), most)
+            build = Blockwise(self._of_some, tuple(map(tuple, shapes)))
+            alone = functools.partial
+            return KeptInBlocks(build, self._operands(), most, alone)
         if len(self.uses) == 1:
             (use,) = self.uses
             pieces = use.term.pieces(use.g, use.rows, self.way.form)

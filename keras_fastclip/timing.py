@@ -7,7 +7,7 @@ sizes of the kernel, once in a process for each distinct kernel, while the
 training step is traced. Time grows in proportion to the number of examples, so
 a few are enough: some 16 MB of numbers, or more where two examples take more.
 The ways of a kernel are run in turn, so that whatever else the machine does
-meets all of them.
+meets all of them; but for loops, which are run after them, if at all.
 
 What takes time is to write a way as a graph: some 50 ms, and 300 for a loop.
 With oneDNN no loop over single examples is timed, but taken to take a quarter
@@ -45,7 +45,7 @@ _TOO_MUCH = 5e9
 def clock(
     kernel: Kernel, ways: Sequence[Way], jit_compile: bool = False
 ) -> list[float]:
-    """Seconds for norm and clipped sum of one example, as measured here."""
+    """Seconds for norm and clipped sum of one example, of each way."""
     if 2 * kernel.positions * kernel.built > _TOO_MUCH:
         return reference_clocks(kernel, ways)
     norms = [
@@ -150,13 +150,14 @@ def _time_in_turn(kernel, ways, jit_compile):
         w for w in dict.fromkeys(ways) if (kernel, w, jit_compile) not in _known
     ]
     with _keras.eager_scope():
-        steps = [_step(kernel, way, jit_compile) for way in new]
+        sample = functools.cache(kernel.sample)
+        steps = [_step(kernel, way, jit_compile, sample) for way in new]
         rounds = [[_seconds(*step) for step in steps] for _ in range(_RUNS + 1)]
     for way, *seconds in zip(new, *rounds, strict=True):
         _known[kernel, way, jit_compile] = min(seconds)
 
 
-def _step(kernel, way, jit_compile):
+def _step(kernel, way, jit_compile, sample):
     """What is run for a way, and on how many examples."""
     work = 2 * kernel.positions * kernel.built
     # To write the sum takes the same time for few examples and for many.
@@ -166,7 +167,7 @@ def _step(kernel, way, jit_compile):
         most = kernel.ghost_block if way.ghost else kernel.block
     examples = int(min(most, _NUMBERS / _numbers(kernel, way)))
     examples = max(examples, _least(kernel, way))
-    inputs, g = kernel.sample(examples)
+    inputs, g = sample(examples)
 
     def run(inputs, g, finite):
         term = kernel.on(inputs)

@@ -624,7 +624,7 @@ def _blockwise(kernel):
     def by(method):
         def gradients(inputs, g):
             rows = Rows(inputs.shape[1])
-            some = kernel.on(rows.unfold(inputs))
+            some = kernel.bare(rows.unfold(inputs))
             return method(some, rows.unfold(g), rows)
 
         return gradients
@@ -646,7 +646,7 @@ def _blockwise(kernel):
 
 def _norms_at_once(kernel, inputs, g):
     """Ghost norms of all examples, with one row each."""
-    found = kernel.on(inputs[:, 0])
+    found = kernel.bare(inputs[:, 0])
     return _norms(found.measures(g[:, 0]), found)
 
 
@@ -660,12 +660,12 @@ def _norms_in_blocks(kernel, inputs, g):
     # Bounds on errors take many operations, for all examples as many as for a
     # few.
     found = in_blocks(
-        lambda inputs, g: kernel.on(inputs[:, 0]).measures(g[:, 0]),
+        lambda inputs, g: kernel.bare(inputs[:, 0]).measures(g[:, 0]),
         [inputs, g],
         kernel.ghost_block,
         number=7,
     )
-    return _norms(found, kernel.on(inputs[:, 0]))
+    return _norms(found, kernel.bare(inputs[:, 0]))
 
 
 def _examples_in(numbers, each):
@@ -807,10 +807,13 @@ class ConvolutionKernel(Kernel):
         return inputs, tf.random.stateless_normal(outputs.shape, [3, 4])
 
     def on(self, inputs):
-        # Of `tf.zeros` a graph would hold a constant.
-        kernel = tf.raw_ops.Empty(
-            shape=self.weights, dtype=tf.float32, init=True
-        )
+        return self._on(inputs, tf.zeros(self.weights))
+
+    def bare(self, inputs):
+        """The same without a weight, of which most need but the shape."""
+        return self._on(inputs, tf.TensorSpec(self.weights))
+
+    def _on(self, inputs, kernel):
         return self.term(kernel, self.geometry, inputs, self.convolve)
 
 

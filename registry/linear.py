@@ -356,7 +356,7 @@ def ghost_norm(
         squares *= _with_lost(sum_of_squares(g, [-1]), g.shape[-1])
         return _sum_but_first(squares)
     if form == "loop":
-        return norms_in_turns(ghost_norm, [a, g])
+        return norms_in_turns(_norms_at_once, [a, g])
     if form == "tiles":
         return norms_in_turns(ghost_norm_by_tiles, [a, g])
     return once(_norms_at_once)(a, g)

@@ -72,7 +72,10 @@ class _WithDerivative:
 
     Attributes:
         zeta: the output.
+        from_sums: whether the inputs' cotangent is made from the sums.
     """
+
+    from_sums = False
 
     def __init__(self, layer, inputs):
         self._sizes, self._latest = self._sizes_of(layer), None
@@ -102,8 +105,9 @@ class _WithDerivative:
             sums = self._sums(g)
             self._latest = cotangent, sums
             by_input = once(self.backward, *self._sizes)
+            given = sums if self.from_sums else ()
             total = [tf.reduce_sum(each, 0) for each in sums]
-            return by_input(g, gamma, *sums, *held), *total
+            return by_input(g, gamma, *given, *held), *total
 
         return zeta, backward
 
@@ -128,7 +132,7 @@ class _WithDerivative:
 
     @staticmethod
     def backward(*args):
-        """Maps sizes, g, γ, the sums and the rest to the inputs' cotangent."""
+        """Maps sizes, g, γ, perhaps sums, and the rest to the cotangent."""
         raise NotImplementedError
 
 
@@ -154,7 +158,7 @@ class _LastAxis(_WithDerivative):
         return of_gamma, tf.reduce_sum(positions(g), 1)
 
     @staticmethod
-    def backward(_, g, gamma, of_gamma, of_beta, normal, r):
+    def backward(_, g, gamma, normal, r):
         h = g * gamma
         mean = tf.reduce_mean(h, -1, keepdims=True)
         slope = tf.reduce_mean(h * normal, -1, keepdims=True)
@@ -169,6 +173,8 @@ class _Groups(_WithDerivative):
     over positions first, then over the channels of a group, takes a CPU less
     time than a sum over both at once.
     """
+
+    from_sums = True
 
     def _sizes_of(self, layer):
         return layer.groups, layer.epsilon

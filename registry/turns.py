@@ -205,19 +205,18 @@ def _weighted_sum(loop, arrays, shapes, values, finite):
             for total, each in zip(sums, gradients, strict=True)
         ]
 
-    return loop.run(body, _zeros(shapes, values.dtype))
+    return loop.run(body, [_zeros(loop, s, values.dtype) for s in shapes])
 
 
-def _zeros(shapes, dtype):
+def _zeros(loop, shape, dtype):
     """For sums.
 
-    Of `tf.zeros` TensorFlow would make a constant, as large as the weight and
-    held for as long as the graph.
+    Of a shape that it knows TensorFlow would make a constant, as large as the
+    weight and held for as long as the graph. There is at least one turn, which
+    it does not know.
     """
-    return [
-        tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True)
-        for shape in shapes
-    ]
+    sizes = tf.maximum(shape, tf.minimum(loop.number, 1))
+    return tf.ensure_shape(tf.fill(sizes, tf.zeros([], dtype)), shape)
 
 
 class _Blocks(_Loop):
@@ -333,17 +332,24 @@ class KeptInBlocks:
         build: how.
         tensors: (B, ...) each, of one floating-point type.
         most: examples at a time.
+        written: `once`, or `functools.partial` if the functions of `build` are
+            those of a single layer.
 
     Attributes:
         squared_norms: (B,).
     """
 
     def __init__(
-        self, build: Blockwise, tensors: Sequence[tf.Tensor], most: int
+        self,
+        build: Blockwise,
+        tensors: Sequence[tf.Tensor],
+        most: int,
+        written: Callable[..., Function] = once,
     ):
         self._build, self._most = build, most
         self._dtype = tensors[0].dtype
-        self.squared_norms, *self._arrays = once(_kept, build, most)(*tensors)
+        kept = written(_kept, build, most)
+        self.squared_norms, *self._arrays = kept(*tensors)
 
     def weighted_sum(self, factors: Factors) -> list[tf.Tensor]:
         """Σᵢ cᵢ·gradientᵢ, without the examples of factor zero."""

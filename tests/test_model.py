@@ -444,20 +444,27 @@ def test_make_private_keeps_class_and_weights(kind, tmp_path):
         )
 
 
+def convolution_twice():
+    layer = layers.Conv1D(1, 2, padding="same", name="twice")
+    return lambda x: layer(layer(x))
+
+
 @pytest.mark.parametrize(
-    "middle",
+    ("middle", "ways"),
     [
-        functools.partial(layers.Dense, 4),
-        functools.partial(layers.GroupNormalization, 1),
-        functools.partial(layers.LSTM, 4),
+        (functools.partial(layers.Dense, 4), None),
+        (functools.partial(layers.GroupNormalization, 1), None),
+        (functools.partial(layers.LSTM, 4), None),
+        (functools.partial(layers.Conv1D, 2, 2), None),
+        (convolution_twice, {"twice": "keep:blocks"}),
     ],
 )
-def test_private_models_are_freed(middle):
+def test_private_models_are_freed(middle, ways):
     """Weights too, and graphs."""
     inputs = keras.Input((5,))
     y = middle()(layers.Reshape((5, 1))(inputs))
     y = layers.Dense(3)(layers.Flatten()(y))
-    model = compiled(DPModel(inputs, y, **SETTINGS))
+    model = compiled(DPModel(inputs, y, ways=ways, **SETTINGS))
     x, y = data()
     model.fit(x, y, verbose=0)
     held = model, _keras.raw(model.layers[-1].kernel)

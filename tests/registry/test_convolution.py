@@ -390,6 +390,10 @@ def in_line(monkeypatch):
     monkeypatch.setattr(convolution, "_FEW_ZEROS", np.inf)
     monkeypatch.setattr(convolution, "_ALIGNED", 1)
     monkeypatch.setattr(convolution, "_examples_in", lambda *_: 3)
+    # Made for such settings, and for no others.
+    convolution._blockwise.cache_clear()
+    yield
+    convolution._blockwise.cache_clear()
 
 
 def in_blocks(layer, x, g, rows=ONE_ROW):

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from keras_fastclip import DPSequential
-from keras_fastclip.registry.once import once
+from keras_fastclip.registry.once import _written, once
 
 
 def scaled(factor, x, y):
@@ -78,7 +78,7 @@ def test_same_as_without(jit_compile):
 def test_more_layers_of_one_size_add_few_operations(layer, method):
     x = np.zeros([4, 8, 8, 16], "float32")
 
-    def size(count):
+    def written(count):
         model = DPSequential(
             [keras.Input(x.shape[1:]), *(layer() for _ in range(count))],
             l2_norm_clip=1.0,
@@ -87,13 +87,15 @@ def test_more_layers_of_one_size_add_few_operations(layer, method):
         )
         model.compile("sgd", "mse")
         step = tf.function(model.clipped_gradients, autograph=False)
-        graph = step.get_concrete_function(tf.constant(x), tf.constant(x)).graph
-        return _count(graph.as_graph_def())
+        step = step.get_concrete_function(tf.constant(x), tf.constant(x))
+        graph = step.graph.as_graph_def()
+        # Those would wait for each other, in the order of the layers.
+        assert not any(n.op == "StatefulPartitionedCall" for n in graph.node)
+        for function in _written.get(step.graph, {}).values():
+            for traced in function._list_all_concrete_functions():
+                assert not traced.captured_inputs
+        functions = graph.library.function
+        return len(graph.node) + sum(len(f.node_def) for f in functions)
 
-    two, four = size(2), size(4)
+    two, four = written(2), written(4)
     assert (four - two) / 2 < 60
-
-
-def _count(graph):
-    functions = graph.library.function
-    return len(graph.node) + sum(len(f.node_def) for f in functions)
