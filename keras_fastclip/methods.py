@@ -263,8 +263,13 @@ def clipped_sums(
     parts = together(parts, groups)
     # A call whose rows are not those of the batch must not pass unnoticed.
     shape = tf.reshape(batch_size, [1])
-    norms = [tf.reshape(part.squared_norms(), shape) for part in parts]
-    norms = widest(norms)
+    norms = []
+    # One after the other, as the backward pass comes to them: two at a time
+    # would hold twice what passes.
+    for part in reversed(parts):
+        with tf.control_dependencies(norms[-1:]):
+            norms.append(tf.reshape(part.squared_norms(), shape))
+    norms = widest(norms[::-1])
     squared = [tf.zeros_like(norms[0])] * count
     for part, norm in zip(parts, norms, strict=True):
         squared[groups[part.path]] += norm
