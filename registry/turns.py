@@ -257,12 +257,21 @@ class _Blocks(_Loop):
         found = tf.scatter_nd(places, values, [self.number * self.size])
         return tf.reshape(found, [self.number, self.size])
 
-    def arrays(self, dtype, number):
-        """So many, that take what comes of the blocks."""
-        return [
-            tf.TensorArray(dtype, self.number, clear_after_read=False)
+    def found(self, function, tensors, number):
+        """Arrays of what comes of each block, so many; see `in_blocks`."""
+        arrays = [
+            tf.TensorArray(
+                tensors[0].dtype, self.number, clear_after_read=False
+            )
             for _ in range(number)
         ]
+
+        def body(turn, *arrays):
+            found = function(*self.block(turn, tensors))
+            pairs = zip(arrays, found, strict=True)
+            return [array.write(turn, own) for array, own in pairs]
+
+        return self.run(body, arrays)
 
 
 def in_blocks(
@@ -278,13 +287,7 @@ def in_blocks(
         number: of tensors that the function returns.
     """
     blocks = _Blocks(tf.shape(tensors[0])[0], most)
-
-    def body(turn, *arrays):
-        found = function(*blocks.block(turn, tensors))
-        pairs = zip(arrays, found, strict=True)
-        return [array.write(turn, own) for array, own in pairs]
-
-    arrays = blocks.run(body, blocks.arrays(tensors[0].dtype, number))
+    arrays = blocks.found(function, tensors, number)
     return [blocks.in_order(array) for array in arrays]
 
 
@@ -362,15 +365,8 @@ class KeptInBlocks:
 def _kept(build, most, *tensors):
     """Squared norms, and arrays with the pieces of all blocks."""
     blocks = _Blocks(tf.shape(tensors[0])[0], most)
-
-    def body(turn, norms, *arrays):
-        squares, *pieces = build.pieces(*blocks.block(turn, tensors))
-        pairs = zip(arrays, pieces, strict=True)
-        written = [array.write(turn, each) for array, each in pairs]
-        return norms.write(turn, squares), *written
-
-    arrays = blocks.arrays(tensors[0].dtype, 1 + len(build.shapes))
-    norms, *arrays = blocks.run(body, arrays)
+    number = 1 + len(build.shapes)
+    norms, *arrays = blocks.found(build.pieces, tensors, number)
     return blocks.in_order(norms), *arrays
 
 
