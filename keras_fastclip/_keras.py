@@ -628,6 +628,18 @@ def in_xla() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
+def added_in_place(
+    tensor: tf.Tensor, indices: tf.Tensor, updates: tf.Tensor
+) -> tf.Tensor:
+    """`tf.tensor_scatter_nd_add`, in place where no one else needs the tensor.
+
+    TensorFlow's own always makes a copy. Not for XLA, which lacks the operation.
+    """
+    return tf.raw_ops.ScatterNdNonAliasingAdd(
+        input=tensor, indices=indices, updates=updates
+    )
+
+
 def uses_onednn() -> bool:
     """Whether TensorFlow's CPU kernels are those of oneDNN."""
     return _pywrap_util_port.IsMklEnabled()

@@ -160,32 +160,35 @@ class _SparseCrossEntropy:
         return _keras.custom_gradient(self._with_derivative)(logits)
 
     def _with_derivative(self, logits):
-        shares = tf.nn.softmax(logits)
-        share, logit = (
-            tf.gather(each, self._labels, batch_dims=1)
-            for each in (shares, logits)
-        )
-        held = (share > _LEAST_SHARE) & tf.math.is_finite(logit)
+        largest = tf.reduce_max(logits, -1)
+        logit = tf.gather(logits, self._labels, batch_dims=1)
+        # Nobody else needs the logits, of which there are many: the shares
+        # take their place in memory, and the slopes that of the shares.
+        with tf.control_dependencies([largest, logit]):
+            shares = tf.nn.softmax(logits)
+        share = tf.gather(shares, self._labels, batch_dims=1)
+        held = (share > _LEAST_SHARE) & tf.math.is_finite(largest + logit)
 
         def otherwise():
-            """Of the other rows as TensorFlow finds them."""
-            found = tf.nn.sparse_softmax_cross_entropy_with_logits(
-                self._labels, logits
+            """-ln pₖ = zⱼ - zₖ - ln pⱼ, with the largest for j."""
+            rest = -tf.math.log(tf.reduce_max(shares, -1))
+            return tf.where(
+                held,
+                -tf.math.log(tf.where(held, share, 1)),
+                (largest - logit) + rest,
             )
-            return tf.where(held, -tf.math.log(tf.where(held, share, 1)), found)
 
         losses = tf.cond(
             tf.reduce_all(held), lambda: -tf.math.log(share), otherwise
         )
 
         def backward(cotangent):
-            # Once the losses are there, nobody else needs the array of shares:
-            # it is changed in place.
             with tf.control_dependencies([losses]):
                 rows = tf.range(tf.size(self._labels, tf.int64))
                 places = tf.stack([rows, self._labels], 1)
-                ones = tf.ones_like(cotangent)
-                slopes = tf.tensor_scatter_nd_sub(shares, places, ones)
+            slopes = _keras.added_in_place(
+                shares, places, -tf.ones_like(cotangent)
+            )
             # oneDNN finds shares where logits are no numbers.
             unknown = tf.cast(np.nan, cotangent.dtype)
             known = tf.where(tf.math.is_nan(losses), unknown, cotangent)

@@ -303,8 +303,12 @@ def _weighted_sums(parts, factors, usual, backward):
 
     def by_parts():
         sums = {}
-        for part in parts:
-            sums |= part.weighted_sum(factors, usual)
+        # Gradients of all examples take the most memory: they go first.
+        for kept in True, False:
+            with tf.control_dependencies(list(sums.values())):
+                for part in parts:
+                    if part.kept == kept:
+                        sums |= part.weighted_sum(factors, usual)
         return sums
 
     if backward is None or not parts:

@@ -249,6 +249,11 @@ class Part:
         ]
         return tuple(tf.concat(each, 1) for each in zip(*found, strict=True))
 
+    @property
+    def kept(self) -> bool:
+        """Whether the gradients of all examples are there, since the norms."""
+        return self._built is not None
+
     def weighted_sum(
         self, factors: tf.Tensor, finite: tf.Tensor | None = None
     ) -> dict[int, tf.Tensor]:
@@ -282,6 +287,8 @@ class FewWeights:
     Args:
         parts: those for which `few` is true, of one group of weights.
     """
+
+    kept = True
 
     def __init__(self, parts: Sequence[Part]):
         self._parts = parts

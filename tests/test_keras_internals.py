@@ -708,6 +708,18 @@ def test_it_is_known_what_xla_compiles():
     assert set(seen[compiled:]) == {cpu_only}
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_what_others_need_is_not_changed_in_place(graph):
+    def run(x):
+        before = 2 * x
+        after = _keras.added_in_place(before, [[0, 1]], tf.ones(1))
+        return before, after
+
+    before, after = (tf.function(run) if graph else run)(tf.ones([2, 2]))
+    np.testing.assert_array_equal(before, [[2, 2], [2, 2]])
+    np.testing.assert_array_equal(after, [[2, 3], [2, 2]])
+
+
 @pytest.mark.parametrize("adjoint", [False, True])
 @pytest.mark.parametrize("leading", [(), (1,), (3,)])
 def test_vectorized_products_with_one_matrix_are_one_product(leading, adjoint):
