@@ -633,7 +633,7 @@ def added_in_place(
 ) -> tf.Tensor:
     """`tf.tensor_scatter_nd_add`, in place where no one else needs the tensor.
 
-    TensorFlow's own always makes a copy. Not for XLA, which lacks the operation.
+    TensorFlow's own always makes a copy. Not for XLA, which lacks it.
     """
     return tf.raw_ops.ScatterNdNonAliasingAdd(
         input=tensor, indices=indices, updates=updates
