@@ -14,8 +14,8 @@ from collections.abc import Hashable
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-# TensorFlow takes arrays that start at a multiple of it without a copy.
-ALIGNMENT = 64
+from keras_fastclip.rooms import aligned
+
 # The cipher asks for room for one more of its own blocks.
 BEHIND = 16
 # What is encrypted, again and again; fits into caches.
@@ -47,13 +47,6 @@ class Keystream:
 def random_bytes(size: int, name: Hashable = None) -> np.ndarray:
     """So many random bytes; `name` is as for `Keystream`."""
     return Keystream(name).fill(aligned(size + BEHIND))
-
-
-def aligned(size: int) -> np.ndarray:
-    """So many bytes, yet to be set, that TensorFlow can take as they are."""
-    room = np.empty(ALIGNMENT + size, np.uint8)
-    first = -room.ctypes.data % ALIGNMENT
-    return room[first : first + size]
 
 
 def scattered(size: int, chance: float, name: Hashable = None) -> np.ndarray:

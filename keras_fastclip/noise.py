@@ -7,6 +7,7 @@ too, with 128 secret bits from the operating system. `noise="secure"` adds
 integers to integers (`rounded.py`), on the processor and nowhere else.
 """
 
+import functools
 import os
 import secrets
 from collections.abc import Callable
@@ -17,15 +18,15 @@ import tensorflow as tf
 
 from keras_fastclip import _keras, keystream, normal, rounded
 from keras_fastclip.keystream import Keystream
+from keras_fastclip.rooms import ALIGNMENT
 
 PHILOX = 1
 # Counters of one step: more weights than any model has.
 STREAMS_PER_STEP = 1 << 20
 # Sums of fewer values get their noise together.
 SMALL = 1 << 16
-# Longer ones get it in pieces, so many at a time: more would hold memory, and
-# threads would wait for Python's lock.
-PIECE = 1 << 20
+# Compiled, longer ones get it in pieces, so many at a time: more would hold
+# memory, and threads would wait for Python's lock.
 IN_FLIGHT = min(os.cpu_count() or 1, 8)
 # Noise is compiled where there are many values, and few multiplications beside
 # each of them: where it takes much of the time of a step.
@@ -72,9 +73,6 @@ class GaussianNoise:
     ) -> list[tf.Tensor]:
         """(sum + noise) / divisor for each of the sums.
 
-        The noise of a sum is drawn once the sum is there: all noise at once
-        would hold as many numbers again as there are weights.
-
         Args:
             sums: tensors, of float32 or float64. Those whose size is known
                 when the step is traced take less time.
@@ -91,33 +89,23 @@ class GaussianNoise:
         numbers = range(first, first + len(sums))
         if not _keras.on_cpu():
             return self._add_on_device(sums, stddev, step, divisor, numbers)
-        stddev, parts = tf.cast(stddev, tf.float64), []
+        stddev = tf.cast(stddev, tf.float64)
         values = sum(total.shape.num_elements() or 0 for total in sums)
         compiled = values >= COMPILED_FROM
         compiled &= multiplications < FEW_MULTIPLICATIONS * values
 
-        def add(flat, place):
-            """By AES; no more than some pieces at a time."""
-            pieces = _pieces(flat)
-            for i, piece in enumerate(pieces):
-                stream = self._stream((numbers[place], i))
-                # For a size that varies XLA would compile again and again.
-                large = piece.shape[0] is not None and piece.shape[0] >= SMALL
-                by = _by_xla if compiled and large else _by_numpy
-                before = parts[-IN_FLIGHT] if len(parts) >= IN_FLIGHT else []
-                with tf.control_dependencies([piece, *before]):
-                    parts.append(by(piece, stddev, divisor, stream, step))
-            return tf.concat([h for p in parts[-len(pieces) :] for h in p], 0)
+        def stream(place, piece, step):
+            return Keystream(self._name((numbers[place], piece), step))
+
+        def add(flats):
+            """By AES, for vectors by the places of their first sums."""
+            by_xla, others = {}, flats
+            if compiled:
+                by_xla, others = _divided(flats)
+            draw = stddev, divisor, stream, step
+            return _by_xla(by_xla, *draw) | _by_numpy(others, *draw)
 
         return _in_groups(sums, add)
-
-    def _stream(self, number):
-        """Makes the keystream of a tensor by the number of the step."""
-
-        def stream(step):
-            return Keystream(self._name(number, step))
-
-        return stream
 
     def _name(self, number, step):
         """What repeatable values are made from; None for secret ones."""
@@ -221,27 +209,69 @@ class SecureNoise:
                 divisor,
             )
 
-        def add(flat, place):
-            del place
-            arguments = [flat, multiplier, sensitivity]
-            noised = tf.numpy_function(draw, arguments, flat.dtype)
-            return tf.ensure_shape(noised, flat.shape)
+        def add(flats):
+            found = {}
+            for place, flat in flats.items():
+                arguments = [flat, multiplier, sensitivity]
+                found[place] = tf.numpy_function(draw, arguments, flat.dtype)
+            return found
 
         return _in_groups(sums, add)
 
 
-def _by_numpy(piece, stddev, divisor, stream, step):
-    """(sum + noise) / divisor for a piece of a sum, in one part."""
+def _by_numpy(flats, stddev, divisor, stream, step):
+    """(sum + noise) / divisor for vectors, by place.
 
-    def draw(piece, stddev, step):
-        return normal.add_by_numpy(piece, float(stddev), divisor, stream(step))
+    In one call of Python, which has its own threads: calls of their own would
+    wait for other operations, and for each other.
+    """
 
-    noised = tf.numpy_function(draw, [piece, stddev, step], piece.dtype)
-    return [tf.ensure_shape(_keras.independent(noised), piece.shape)]
+    def draw(stddev, step, *vectors):
+        def own(vector, piece):
+            return stream(places[vector], piece, step)
+
+        return normal.add(vectors, float(stddev), divisor, own)
+
+    if not flats:
+        return {}
+    places, vectors = zip(*flats.items(), strict=True)
+    dtypes = [vector.dtype for vector in vectors]
+    noised = tf.numpy_function(draw, [stddev, step, *vectors], dtypes)
+    # Run eagerly, it returns a single one as it is.
+    return dict(zip(places, tf.nest.flatten(noised), strict=True))
 
 
-def _by_xla(piece, stddev, divisor, stream, step):
-    """The same in two parts."""
+def _divided(flats):
+    """Those that are compiled, and the others.
+
+    For a size that varies XLA would compile again and again.
+    """
+    by_xla = {
+        place: flat
+        for place, flat in flats.items()
+        if flat.shape[0] is not None and flat.shape[0] >= SMALL
+    }
+    return by_xla, {p: flat for p, flat in flats.items() if p not in by_xla}
+
+
+def _by_xla(flats, stddev, divisor, stream, step):
+    """The same, no more than some pieces at a time."""
+    parts, noised = [], {}
+    for place, flat in flats.items():
+        pieces = _pieces(flat)
+        for i, piece in enumerate(pieces):
+            before = parts[-IN_FLIGHT] if len(parts) >= IN_FLIGHT else []
+            own = functools.partial(stream, place, i)
+            with tf.control_dependencies([piece, *before]):
+                parts.append(_piece_by_xla(piece, stddev, divisor, own, step))
+        noised[place] = tf.concat(
+            [h for p in parts[-len(pieces) :] for h in p], 0
+        )
+    return noised
+
+
+def _piece_by_xla(piece, stddev, divisor, stream, step):
+    """In two parts."""
     pairs = (piece.shape[0] + 1) // 2
     words = tf.numpy_function(
         lambda step: normal.random_words(pairs, stream(step)), [step], tf.uint32
@@ -251,14 +281,24 @@ def _by_xla(piece, stddev, divisor, stream, step):
     return add(piece, words, stddev, tf.constant(divisor, tf.float64))
 
 
+def _pieces(flat):
+    """Parts of a long vector, so that several threads work on it."""
+    size = flat.shape[0]
+    count = -(-size // normal.COMPILED_PIECE)
+    # Where they begin, TensorFlow takes them from the vector without a copy.
+    each = ALIGNMENT * -(-size // (ALIGNMENT * count))
+    return [flat[start : start + each] for start in range(0, size, each)]
+
+
 def _in_groups(
-    sums: list[tf.Tensor], add: Callable[[tf.Tensor, int], tf.Tensor]
+    sums: list[tf.Tensor],
+    add: Callable[[dict[int, tf.Tensor]], dict[int, tf.Tensor]],
 ) -> list[tf.Tensor]:
     """What `add` makes of vectors: one of all small sums, one for each other.
 
     Args:
         sums: tensors.
-        add: takes a vector and the place of the first of its sums.
+        add: takes and returns vectors, by the place of the first of their sums.
     """
     groups: dict[Any, list[int]] = {}
     for place, total in enumerate(sums):
@@ -266,24 +306,16 @@ def _in_groups(
         small = size is not None and size < SMALL
         key = ("small", total.dtype) if small else ("alone", place)
         groups.setdefault(key, []).append(place)
-    noised = {}
+    flats = {}
     for places in groups.values():
         flat = [tf.reshape(sums[place], [-1]) for place in places]
-        mean = add(flat[0] if len(flat) == 1 else tf.concat(flat, 0), places[0])
+        flats[places[0]] = flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+    means, noised = add(flats), {}
+    for places in groups.values():
+        mean = means[places[0]]
         sizes = [sums[place].shape.num_elements() for place in places]
         parts = [mean] if len(places) == 1 else tf.split(mean, sizes)
         for place, part in zip(places, parts, strict=True):
             whole = tf.reshape(part, tf.shape(sums[place]))
             noised[place] = tf.ensure_shape(whole, sums[place].shape)
     return [noised[place] for place in range(len(sums))]
-
-
-def _pieces(flat):
-    """Parts of a long vector, so that several threads work on it."""
-    size = flat.shape[0]
-    if not size:
-        return [flat]
-    count = -(-size // PIECE)
-    # Where they begin, TensorFlow takes them from the vector without a copy.
-    each = keystream.ALIGNMENT * -(-size // (keystream.ALIGNMENT * count))
-    return [flat[start : start + each] for start in range(0, size, each)]

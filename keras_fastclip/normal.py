@@ -11,21 +11,24 @@ below 6·10⁻⁸, which adds as much to delta. (32 bits, the usual choice, end 
 6.7, which shows within a few hundred steps of a large model.) What the rounding
 of values to their type reveals is another matter, as with every such generator.
 
-There are two forms. That of NumPy works on blocks of numbers that stay in the
-caches of a processor. That of XLA takes two thirds of the time or less
+There are two forms. That of NumPy works on blocks of numbers in the caches of a
+processor, with threads of Python. That of XLA takes less time
 (`python -m benchmarks.noise`), but memory for its compiler, and time before the
 first step.
 """
 
 import functools
 import math
+import os
 import threading
+from collections.abc import Callable, Sequence
+from concurrent import futures
 
 import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import keystream
-from keras_fastclip.keystream import Keystream
+from keras_fastclip.keystream import BEHIND, Keystream, log_uniform
+from keras_fastclip.rooms import Rooms, aligned
 
 # Of 32 bits for each pair: two for the radius, one for the angle.
 WORDS = 3
@@ -35,26 +38,67 @@ BYTES = 4 * WORDS
 
 # Pairs that are made at a time. Python's lock is taken for each operation on
 # them: with fewer, threads wait for it.
-BLOCK = 1 << 15
+BLOCK = 1 << 16
+# Values that a thread makes with one key.
+PIECE = 1 << 19
+THREADS = min(os.cpu_count() or 1, 8)
 # Shorter radii are taken from v: ln u is right to 2⁻⁵³.
 SHORT = 2.0**-14
 
 
-def add_by_numpy(
-    flat: np.ndarray, stddev: float, divisor: float, stream: Keystream
-) -> np.ndarray:
-    """(flat + noise) / divisor for a vector, of float32 or float64."""
-    noised = keystream.aligned(flat.nbytes).view(flat.dtype)
+def add(
+    vectors: Sequence[np.ndarray],
+    stddev: float,
+    divisor: float,
+    stream: Callable[[int, int], Keystream],
+) -> list[np.ndarray]:
+    """(vector + noise) / divisor for each, of float32 or float64.
+
+    Args:
+        vectors: the vectors.
+        stddev: standard deviation of the noise.
+        divisor: what vector and noise are divided by.
+        stream: makes the keystream of a piece, from the number of its vector
+            and its own number within that.
+    """
+    noised = _noised.take([v.nbytes for v in vectors])
+    noised = [n.view(v.dtype) for n, v in zip(noised, vectors, strict=True)]
+    pieces = [
+        (i, piece)
+        for i, vector in enumerate(vectors)
+        for piece in range(-(-vector.size // PIECE))
+    ]
+
+    def one(i, piece):
+        some = slice(piece * PIECE, (piece + 1) * PIECE)
+        own = vectors[i][some], noised[i][some]
+        _add(*own, stddev, divisor, stream(i, piece))
+
+    # Python's threads: NumPy and the cipher let go of its lock.
+    run = map if len(pieces) == 1 else _threads(os.getpid()).map
+    for _ in run(one, *zip(*pieces, strict=True)) if pieces else ():
+        pass
+    return noised
+
+
+@functools.cache
+def _threads(process):
+    """Those of this process: a fork has none."""
+    del process
+    return futures.ThreadPoolExecutor(THREADS)
+
+
+def _add(flat, noised, stddev, divisor, stream):
+    """The same for a piece of a vector, into another array."""
     for start in range(0, flat.size, 2 * BLOCK):
         some = slice(start, start + 2 * BLOCK)
         block = noised[some]
         np.multiply(flat[some], 1 / divisor, out=block)
         pairs = -(-block.size // 2)
-        words = stream.fill(_room.words[: BYTES * pairs + keystream.BEHIND])
+        words = stream.fill(_room.words[: BYTES * pairs + BEHIND])
         halves = by_numpy(words, flat.dtype, stddev / divisor)
         for half in block[:pairs], block[pairs:]:
             half += next(halves)[: half.size]
-    return noised
 
 
 def by_numpy(words: np.ndarray, dtype: np.dtype, stddev: float = 1.0):
@@ -69,7 +113,7 @@ def by_numpy(words: np.ndarray, dtype: np.dtype, stddev: float = 1.0):
     k, angle = words[: 8 * pairs].view(np.uint64), words[8 * pairs :]
     np.right_shift(k, 1, out=k)
     if radius.dtype == np.float64:
-        log[...] = keystream.log_uniform(k, 63)
+        log[...] = log_uniform(k, 63)
     else:
         log[...] = k.view(np.int64)  # Takes less time than unsigned numbers.
         log += 0.5
@@ -80,7 +124,7 @@ def by_numpy(words: np.ndarray, dtype: np.dtype, stddev: float = 1.0):
     np.sqrt(radius, out=radius)
     if pairs and radius.min() < SHORT:
         short = radius < SHORT
-        radius[short] = np.sqrt(-2 * keystream.log_uniform(k[short], 63))
+        radius[short] = np.sqrt(-2 * log_uniform(k[short], 63))
     radius *= stddev
     turn[...] = angle.view(np.int32)
     turn *= 2 * math.pi * 2.0**-32
@@ -94,7 +138,7 @@ class _Room(threading.local):
     """Arrays of one thread, to be used again and again."""
 
     def __init__(self):
-        self.words = keystream.aligned(BYTES * BLOCK + keystream.BEHIND)
+        self.words = aligned(BYTES * BLOCK + BEHIND)
         self._by_type = {}
 
     def of(self, dtype):
@@ -107,8 +151,13 @@ class _Room(threading.local):
 
 
 _room = _Room()
+_noised = Rooms()
 
 # -- by XLA --------------------------------------------------------------------
+
+# Values that are made at a time.
+COMPILED_PIECE = 1 << 20
+_words = Rooms()
 
 # (ln(1 + t) - t + t²/2)/t³ for 1 + t between √½ and √2, fitted at Chebyshev's
 # points; the logarithm is right to 10⁻⁷ of itself. Highest power first.
@@ -157,8 +206,10 @@ def _add_by_xla(flat, words, stddev, divisor):
 
 def random_words(pairs: int, stream: Keystream) -> np.ndarray:
     """For so many pairs of values, (3, pairs)."""
-    room = keystream.aligned(BYTES * pairs + keystream.BEHIND)
-    return stream.fill(room).view(np.uint32).reshape(WORDS, pairs)
+    # Pieces differ in size; their room need not.
+    size = BYTES * pairs + BEHIND
+    (room,) = _words.take([max(size, BYTES * COMPILED_PIECE // 2 + BEHIND)])
+    return stream.fill(room[:size]).view(np.uint32).reshape(WORDS, pairs)
 
 
 def by_tensorflow(

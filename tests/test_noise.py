@@ -4,7 +4,7 @@ Statistical bounds are exceeded with probability below 1e-9 by right noise.
 """
 
 import functools
-import unittest.mock
+import os
 
 import numpy as np
 import pytest
@@ -95,7 +95,7 @@ def test_any_number_of_pairs(pairs):
 )
 def test_blocks_leave_no_value_out_and_repeat_none(size, dtype):
     flat = np.zeros(size, dtype)
-    noised = normal.add_by_numpy(flat, 2.0, 4.0, Keystream())
+    (noised,) = normal.add([flat], 2.0, 4.0, lambda *_: Keystream())
     assert noised.shape == flat.shape and noised.dtype == dtype
     assert not np.any(flat) and np.all(noised != 0)
     if size > 2:
@@ -199,26 +199,71 @@ def test_noise_is_compiled_where_it_takes_much_of_a_step():
         assert scipy.stats.kstest(values[:100_000], "norm").pvalue > 1e-9
 
 
-def test_pieces_do_not_wait_for_all_before_them():
+def test_compiled_pieces_do_not_wait_for_all_before_them(monkeypatch):
     """TensorFlow would have calls of Python wait for each other."""
-    with unittest.mock.patch.object(noise, "IN_FLIGHT", 2):
-        step = tf.function(
-            lambda: GaussianNoise().add(
-                [tf.zeros([SMALL])] * 4, tf.constant(1.0), STEP
-            )
-        ).get_concrete_function()
-    calls = [o for o in step.graph.get_operations() if o.type == "PyFunc"]
-    assert len(calls) == 4
+    monkeypatch.setattr(noise, "COMPILED_FROM", 0)
+    monkeypatch.setattr(noise, "IN_FLIGHT", 2)
+    step = tf.function(
+        lambda: GaussianNoise().add(
+            [tf.zeros([SMALL])] * 4, tf.constant(1.0), STEP
+        )
+    ).get_concrete_function()
+    operations = step.graph.get_operations()
+    # What takes the words waits for nothing but what came two before.
+    calls = [o for o in operations if o.type == "PyFunc"]
+    adding = [o for o in operations if "_XlaMustCompile" in o.node_def.attr]
+    assert len(calls) == len(adding) == 4
     for i, call in enumerate(calls):
-        waits_for = {_caller(other) for other in call.control_inputs}
-        assert waits_for - {None} == set(calls[i - 2 : i - 1] if i > 1 else [])
+        waits_for = set(call.control_inputs) & {*calls, *adding}
+        assert waits_for == set(adding[i - 2 : i - 1] if i > 1 else [])
 
 
-def _caller(operation):
-    """The call of Python that a shape was ensured of."""
-    if operation.type == "EnsureShape":
-        (operation,) = (tensor.op for tensor in operation.inputs)
-    return operation if operation.type == "PyFunc" else None
+def test_other_noise_is_one_call_of_python():
+    step = tf.function(
+        lambda: GaussianNoise().add(
+            [tf.zeros([SMALL]), tf.zeros([5]), tf.zeros([5], "float64")],
+            tf.constant(1.0),
+            STEP,
+        )
+    ).get_concrete_function()
+    kinds = [o.type for o in step.graph.get_operations()]
+    assert kinds.count("PyFunc") == 1
+
+
+def test_threads_make_the_same_noise_as_one(monkeypatch):
+    sizes = [3, 2 * normal.PIECE + 1, 0, normal.PIECE - 1]
+
+    def noised(threads):
+        pool = normal.futures.ThreadPoolExecutor(threads)
+        monkeypatch.setattr(normal, "_threads", lambda process: pool)
+        vectors = [np.ones(size, np.float32) for size in sizes]
+        found = normal.add(vectors, 1.0, 2.0, lambda *name: Keystream(name))
+        return [vector.copy() for vector in found]
+
+    for one, several in zip(noised(1), noised(4), strict=True):
+        np.testing.assert_array_equal(one, several)
+        assert len(np.unique(one)) >= 0.98 * one.size
+
+
+def test_an_error_in_a_thread_is_an_error():
+    def stream(vector, piece):
+        return Keystream([vector, 1 // (1 - piece)])
+
+    with pytest.raises(ZeroDivisionError):
+        normal.add([np.zeros(2 * normal.PIECE)], 1.0, 2.0, stream)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_fork_has_threads_of_its_own():
+    vectors = [np.zeros(2 * normal.PIECE, np.float32)]
+    normal.add(vectors, 1.0, 2.0, lambda *_: Keystream())
+    child = os.fork()
+    if not child:
+        normal.add(vectors, 1.0, 2.0, lambda *_: Keystream())
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
 
 
 def test_noise_of_float64_has_its_resolution():
@@ -339,8 +384,9 @@ def test_long_sums_get_noise_in_pieces_that_are_not_alike(
     monkeypatch, seed, by_both
 ):
     """Of an odd length, with every value in its place."""
-    monkeypatch.setattr(noise, "PIECE", 1 << 15)
-    size = 3 * noise.PIECE + 5
+    monkeypatch.setattr(normal, "PIECE", 1 << 15)
+    monkeypatch.setattr(normal, "COMPILED_PIECE", 1 << 15)
+    size = (3 << 15) + 5
 
     @tf.function
     def add():
