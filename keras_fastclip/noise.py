@@ -223,20 +223,30 @@ def _by_numpy(flats, stddev, divisor, stream, step):
     """(sum + noise) / divisor for vectors, by place.
 
     In one call of Python, which has its own threads: calls of their own would
-    wait for other operations, and for each other.
+    wait for other operations, and for each other. TensorFlow gives the room,
+    in memory that it has used before: new memory takes as long to get as noise
+    takes to make.
     """
-
-    def draw(stddev, step, *vectors):
-        def own(vector, piece):
-            return stream(places[vector], piece, step)
-
-        return normal.add(vectors, float(stddev), divisor, own)
-
     if not flats:
         return {}
     places, vectors = zip(*flats.items(), strict=True)
+
+    def draw(stddev, step, *arrays):
+        def own(vector, piece):
+            return stream(places[vector], piece, step)
+
+        vectors, rooms = arrays[: len(places)], arrays[len(places) :]
+        normal.add(vectors, rooms, float(stddev), divisor, own)
+        return rooms
+
+    with tf.control_dependencies(vectors):
+        rooms = [
+            tf.raw_ops.Empty(shape=tf.shape(vector), dtype=vector.dtype)
+            for vector in vectors
+        ]
+    arguments = [stddev, step, *vectors, *rooms]
     dtypes = [vector.dtype for vector in vectors]
-    noised = tf.numpy_function(draw, [stddev, step, *vectors], dtypes)
+    noised = tf.numpy_function(draw, arguments, dtypes)
     # Run eagerly, it returns a single one as it is.
     return dict(zip(places, tf.nest.flatten(noised), strict=True))
 

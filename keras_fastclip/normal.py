@@ -48,21 +48,21 @@ SHORT = 2.0**-14
 
 def add(
     vectors: Sequence[np.ndarray],
+    noised: Sequence[np.ndarray],
     stddev: float,
     divisor: float,
     stream: Callable[[int, int], Keystream],
-) -> list[np.ndarray]:
+) -> None:
     """(vector + noise) / divisor for each, of float32 or float64.
 
     Args:
         vectors: the vectors.
+        noised: like these; what comes of them is written there.
         stddev: standard deviation of the noise.
         divisor: what vector and noise are divided by.
         stream: makes the keystream of a piece, from the number of its vector
             and its own number within that.
     """
-    noised = _noised.take([v.nbytes for v in vectors])
-    noised = [n.view(v.dtype) for n, v in zip(noised, vectors, strict=True)]
     pieces = [
         (i, piece)
         for i, vector in enumerate(vectors)
@@ -78,7 +78,6 @@ def add(
     run = map if len(pieces) == 1 else _threads(os.getpid()).map
     for _ in run(one, *zip(*pieces, strict=True)) if pieces else ():
         pass
-    return noised
 
 
 @functools.cache
@@ -151,7 +150,6 @@ class _Room(threading.local):
 
 
 _room = _Room()
-_noised = Rooms()
 
 # -- by XLA --------------------------------------------------------------------
 

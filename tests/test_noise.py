@@ -95,7 +95,8 @@ def test_any_number_of_pairs(pairs):
 )
 def test_blocks_leave_no_value_out_and_repeat_none(size, dtype):
     flat = np.zeros(size, dtype)
-    (noised,) = normal.add([flat], 2.0, 4.0, lambda *_: Keystream())
+    noised = np.full_like(flat, np.nan)
+    normal.add([flat], [noised], 2.0, 4.0, lambda *_: Keystream())
     assert noised.shape == flat.shape and noised.dtype == dtype
     assert not np.any(flat) and np.all(noised != 0)
     if size > 2:
@@ -230,6 +231,22 @@ def test_other_noise_is_one_call_of_python():
     assert kinds.count("PyFunc") == 1
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_sums_are_left_as_they_are(graph):
+    """They may be constants, the same in every step."""
+
+    def noised():
+        total = tf.zeros([SMALL])
+        return total, *GaussianNoise().add([total], tf.constant(1.0), STEP)
+
+    run = tf.function(noised) if graph else noised
+    first, second = run(), run()
+    assert not np.any(first[0]) and not np.any(second[0])
+    for total, found in first, second:
+        assert np.std(found - total) == pytest.approx(1, abs=0.05)
+    assert abs(np.corrcoef(first[1], second[1])[0, 1]) < 0.03
+
+
 def test_threads_make_the_same_noise_as_one(monkeypatch):
     sizes = [3, 2 * normal.PIECE + 1, 0, normal.PIECE - 1]
 
@@ -237,8 +254,9 @@ def test_threads_make_the_same_noise_as_one(monkeypatch):
         pool = normal.futures.ThreadPoolExecutor(threads)
         monkeypatch.setattr(normal, "_threads", lambda process: pool)
         vectors = [np.ones(size, np.float32) for size in sizes]
-        found = normal.add(vectors, 1.0, 2.0, lambda *name: Keystream(name))
-        return [vector.copy() for vector in found]
+        found = [np.zeros_like(vector) for vector in vectors]
+        normal.add(vectors, found, 1.0, 2.0, lambda *name: Keystream(name))
+        return found
 
     for one, several in zip(noised(1), noised(4), strict=True):
         np.testing.assert_array_equal(one, several)
@@ -250,17 +268,18 @@ def test_an_error_in_a_thread_is_an_error():
         return Keystream([vector, 1 // (1 - piece)])
 
     with pytest.raises(ZeroDivisionError):
-        normal.add([np.zeros(2 * normal.PIECE)], 1.0, 2.0, stream)
+        long = [np.zeros(2 * normal.PIECE)]
+        normal.add(long, long, 1.0, 2.0, stream)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_fork_has_threads_of_its_own():
     vectors = [np.zeros(2 * normal.PIECE, np.float32)]
-    normal.add(vectors, 1.0, 2.0, lambda *_: Keystream())
+    normal.add(vectors, vectors, 1.0, 2.0, lambda *_: Keystream())
     child = os.fork()
     if not child:
-        normal.add(vectors, 1.0, 2.0, lambda *_: Keystream())
+        normal.add(vectors, vectors, 1.0, 2.0, lambda *_: Keystream())
         os._exit(7)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7
