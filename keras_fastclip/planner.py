@@ -27,7 +27,8 @@ time.
 Mixed ghost clipping (Bu et al., 2022) takes the way of least memory. In time,
 keeping costs nothing over plain training but for the speed of small products,
 which differs between machines by a factor of four. So the ways are timed for
-every distinct kernel (`timing.py`), and the planner starts from least memory
+every distinct kernel (`timing.py`) with a hundredth of all products or more, as
+that delays the first step, and the planner starts from least memory
 and spends what the budget allows where it saves the most time for each byte.
 The plan depends on nothing but sizes, seconds and the budget.
 """
@@ -44,6 +45,9 @@ LEAST_BUDGET = 32 * 2**20
 
 # So many limits to what may pass are tried, the largest among them.
 _LIMITS = 16
+
+# Of the products of all kernels: with less, one is not worth being timed.
+_SHARE = 0.01
 
 # Where a Gram matrix has fewer rows, tiles are not worth a loop.
 _LEAST_FOR_TILES = 1024
@@ -281,12 +285,29 @@ def plan(
             f"would do is {required(smallest):,} bytes for a batch of {batch} "
             f"examples, most of it for layer {items[most].path!r}."
         )
+    clocks = _clocks(items, clock)
     # A loop that does not pay takes less memory; perhaps nothing else fits.
     for pay in (loops_pay, True):
-        options = [choices(item, batch, budget, clock, pay) for item in items]
+        options = [
+            choices(item, batch, budget, clocks[item.kernel], pay)
+            for item in items
+        ]
         found = _fastest(options, budget, _most_passing(smallest))
         if found is not None:
             return found
+
+
+def _clocks(items, clock):
+    """By kernel: what has a small share in the time of a step is not timed."""
+    work = {}
+    for item in items:
+        own = item.calls * item.kernel.positions * item.kernel.built
+        work[item.kernel] = work.get(item.kernel, 0) + own
+    least = _SHARE * sum(work.values())
+    return {
+        kernel: clock if own >= least else reference_clocks
+        for kernel, own in work.items()
+    }
 
 
 def _fastest(options, budget, least_passing):

@@ -536,7 +536,7 @@ class _Size(NamedTuple):
     norm: tf.Tensor
     error: tf.Tensor
     against: tf.Tensor
-    count: tf.Tensor
+    count: float | tf.Tensor
     width: int
 
     @classmethod
@@ -561,18 +561,26 @@ class _Size(NamedTuple):
         """
         dtype = rows.dtype
         least = np.finfo(dtype.as_numpy_dtype).tiny
-        count = tf.cast(tf.shape(lengths)[-2], dtype)
+        count = _count(lengths, -2)
         lost = count * kind.width * least
         units = kind.additions * math.sqrt(kind.chunks)
         more = 1 + 2 * roundoff(dtype, units) + 2 * roundoff(dtype, count)
         squares = tf.reduce_sum(tf.square(lengths), -1)
         trace = more * tf.reduce_sum(squares, -1) + lost
-        small = tf.sqrt(count) * math.sqrt(least) + lost
+        small = count**0.5 * math.sqrt(least) + lost
         rows = tf.minimum(more * rows + small, trace[..., None])
         norm = tf.minimum(more * tf.norm(rows, axis=-1), trace)
         error = roundoff(dtype, units) * norm + roundoff(dtype, 1) * trace
         against *= 1.01 * more * roundoff(dtype, kind.additions + 1)
         return cls(trace, rows, norm, error, against, count, kind.width)
+
+
+def _count(tensor, axis):
+    """The size of an axis; what follows from a number needs no operations."""
+    known = tensor.shape[axis]
+    if known:
+        return float(known)
+    return tf.cast(tf.shape(tensor)[axis], tensor.dtype)
 
 
 def _norms_of_rows(gram):
@@ -627,7 +635,7 @@ def _product(value, a, g) -> Product:
     lost = 2 * (a.width * g.trace + g.width * a.trace + count)
     # Numbers are multiplied by their factors, and then by each other.
     sums = _sums_of_largest(a.rows * g.rows, count)
-    drift = tf.sqrt(count) * tf.sqrt(sums)
+    drift = count**0.5 * tf.sqrt(sums)
     drift += 3 * tf.sqrt(a.trace) * tf.sqrt(g.trace)
     more = 1 + roundoff(dtype, count)
     return Product(value, error + count * tiny * lost, more * unit * drift)
@@ -647,7 +655,7 @@ def _sums_of_largest(numbers, count):
     total = tf.reduce_sum(numbers, -1)
     # In parts of the sum, whose squares are not too small to hold.
     parts = tf.math.divide_no_nan(numbers, total[..., None])
-    apart = tf.norm(parts - 1 / count, axis=-1) * tf.sqrt(count / 12)
+    apart = tf.norm(parts - 1 / count, axis=-1) * (count / 12) ** 0.5
     return 1.01 * total * tf.minimum((count + 1) / 2 + count * apart, count)
 
 
@@ -742,7 +750,7 @@ def roundoff(dtype: tf.DType, count: Any) -> Any:
     return first * (1 + first)
 
 
-def sum_roundoff(dtype: tf.DType, count: tf.Tensor) -> tf.Tensor:
+def sum_roundoff(dtype: tf.DType, count: float | tf.Tensor) -> Any:
     """By how much `sum_of_products` is off, over T positions and T again.
 
     CPUs add up a row in 16 lanes or more.
@@ -759,7 +767,7 @@ def drift_of_sum(lengths: tf.Tensor) -> tf.Tensor:
     Args:
         lengths: (B, T).
     """
-    count = tf.cast(tf.shape(lengths)[1], lengths.dtype)
+    count = _count(lengths, 1)
     # Its terms are products, with factors.
     sums = _sums_of_largest(lengths, count) + 3 * tf.reduce_sum(lengths, 1)
     more = 1 + roundoff(lengths.dtype, count)

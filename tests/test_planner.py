@@ -105,6 +105,23 @@ def test_budget_goes_where_it_saves_most_time_for_a_byte():
     assert [choice.way.keep for choice in chosen] == [True, False]
 
 
+def test_what_has_a_small_share_is_not_timed():
+    kernels = [Kernel(20, size, size) for size in (300, 29, 31)]
+    items = [Item("", kernel) for kernel in kernels]
+    seen = set()
+
+    def clock(kernel, ways):
+        seen.add(kernel)
+        return reference_clocks(kernel, ways)
+
+    plan(items, 64, 1e12, clock)
+    assert seen == {kernels[0], kernels[2]}
+    # Twenty of them have a larger one, and another a smaller one.
+    seen.clear()
+    plan([*items, *[items[1]] * 20], 64, 1e12, clock)
+    assert seen == {kernels[0], kernels[1]}
+
+
 def test_what_is_kept_takes_the_place_of_the_input():
     """Plain training lets go of the input at the same moment."""
     way = Way("build", "batched", keep=True)
