@@ -124,7 +124,9 @@ def variable(value: np.ndarray) -> tf.Variable:
         return ResourceVariable(value, trainable=False)
 
 
-def custom_gradient(function: Callable) -> Callable:
+def custom_gradient(
+    function: Callable, plain: Callable | None = None
+) -> Callable:
     """As `tf.custom_gradient`, for functions of tensors, within a tape.
 
     That one puts closures of a graph into a registry of the process, which
@@ -138,7 +140,10 @@ def custom_gradient(function: Callable) -> Callable:
     Args:
         function: maps tensors to tensors, one or several, and to a function
             from their cotangents to those of the arguments.
+        plain: what is differentiated for second derivatives, if it is not what
+            the function does.
     """
+    plain = plain or (lambda *inputs: function(*inputs)[0])
 
     @functools.wraps(function)
     def run(*inputs):
@@ -155,7 +160,7 @@ def custom_gradient(function: Callable) -> Callable:
         def plainly(*cotangents):
             with tf.GradientTape() as tape:
                 tape.watch(inputs)
-                again = tf.nest.flatten(function(*inputs)[0])
+                again = tf.nest.flatten(plain(*inputs))
             return tape.gradient(again, inputs, list(cotangents))
 
         tf_record.record_operation(

@@ -9,6 +9,7 @@ by the sample weights keeps a weight that belongs to a whole example, which in
 a batch of one would be divided by itself.
 """
 
+import functools
 import math
 import warnings
 from typing import Any
@@ -157,7 +158,10 @@ class _SparseCrossEntropy:
 
     def of(self, logits):
         """Losses of logits (rows, classes)."""
-        return _keras.custom_gradient(self._with_derivative)(logits)
+        plain = functools.partial(
+            tf.nn.sparse_softmax_cross_entropy_with_logits, self._labels
+        )
+        return _keras.custom_gradient(self._with_derivative, plain)(logits)
 
     def _with_derivative(self, logits):
         largest = tf.reduce_max(logits, -1)

@@ -223,9 +223,9 @@ def _by_numpy(flats, stddev, divisor, stream, step):
     """(sum + noise) / divisor for vectors, by place.
 
     In one call of Python, which has its own threads: calls of their own would
-    wait for other operations, and for each other. TensorFlow gives the room,
-    in memory that it has used before: new memory takes as long to get as noise
-    takes to make.
+    wait for other operations, and for each other. TensorFlow gives the room:
+    with oneDNN it uses memory again, and new memory takes as long to get as
+    noise takes to make.
     """
     if not flats:
         return {}
@@ -236,19 +236,24 @@ def _by_numpy(flats, stddev, divisor, stream, step):
             return stream(places[vector], piece, step)
 
         vectors, rooms = arrays[: len(places)], arrays[len(places) :]
-        normal.add(vectors, rooms, float(stddev), divisor, own)
-        return rooms
+        pairs = zip(vectors, rooms, strict=True)
+        noised = [room.view(vector.dtype) for vector, room in pairs]
+        normal.add(vectors, noised, float(stddev), divisor, own)
+        return noised
 
     with tf.control_dependencies(vectors):
-        rooms = [
-            tf.raw_ops.Empty(shape=tf.shape(vector), dtype=vector.dtype)
-            for vector in vectors
-        ]
+        rooms = [_room_for(vector) for vector in vectors]
     arguments = [stddev, step, *vectors, *rooms]
     dtypes = [vector.dtype for vector in vectors]
     noised = tf.numpy_function(draw, arguments, dtypes)
     # Run eagerly, it returns a single one as it is.
     return dict(zip(places, tf.nest.flatten(noised), strict=True))
+
+
+def _room_for(vector):
+    """Memory yet to be set. As integers, of which none is no number."""
+    kind = {4: tf.int32, 8: tf.int64}[vector.dtype.size]
+    return tf.raw_ops.Empty(shape=tf.shape(vector), dtype=kind)
 
 
 def _divided(flats):

@@ -20,15 +20,15 @@ first step.
 import functools
 import math
 import os
+import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent import futures
 
 import numpy as np
 import tensorflow as tf
 
 from keras_fastclip.keystream import BEHIND, Keystream, log_uniform
-from keras_fastclip.rooms import Rooms, aligned
+from keras_fastclip.rooms import ALIGNMENT, Rooms
 
 # Of 32 bits for each pair: two for the radius, one for the angle.
 WORDS = 3
@@ -74,88 +74,111 @@ def add(
         own = vectors[i][some], noised[i][some]
         _add(*own, stddev, divisor, stream(i, piece))
 
-    # Python's threads: NumPy and the cipher let go of its lock.
-    run = map if len(pieces) == 1 else _threads(os.getpid()).map
-    for _ in run(one, *zip(*pieces, strict=True)) if pieces else ():
-        pass
+    _in_threads(one, pieces)
 
 
-@functools.cache
-def _threads(process):
-    """Those of this process: a fork has none."""
-    del process
-    return futures.ThreadPoolExecutor(THREADS)
+def _in_threads(work, tasks):
+    """Has some threads, this one among them, do the work of all tasks.
+
+    NumPy lets go of Python's lock, and so do newer versions of the cipher.
+    """
+    waiting, errors = queue.SimpleQueue(), []
+    for task in tasks:
+        waiting.put(task)
+
+    def run():
+        while True:
+            try:
+                task = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                work(*task)
+            except BaseException as error:
+                errors.append(error)
+
+    number = min(THREADS, len(tasks)) - 1
+    others = [threading.Thread(target=run) for _ in range(number)]
+    for thread in others:
+        thread.start()
+    run()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _add(flat, noised, stddev, divisor, stream):
-    """The same for a piece of a vector, into another array."""
+    """The same for a piece of a vector."""
+    desk = Desk(flat.dtype)
     for start in range(0, flat.size, 2 * BLOCK):
         some = slice(start, start + 2 * BLOCK)
         block = noised[some]
         np.multiply(flat[some], 1 / divisor, out=block)
         pairs = -(-block.size // 2)
-        words = stream.fill(_room.words[: BYTES * pairs + BEHIND])
-        halves = by_numpy(words, flat.dtype, stddev / divisor)
+        words = stream.fill(desk.words[: BYTES * pairs + BEHIND])
+        halves = desk.values(words, stddev / divisor)
         for half in block[:pairs], block[pairs:]:
             half += next(halves)[: half.size]
 
 
-def by_numpy(words: np.ndarray, dtype: np.dtype, stddev: float = 1.0):
-    """Normal values from random bytes, for at most `BLOCK` pairs.
+class Desk:
+    """Arrays on which a thread makes values of a type, `BLOCK` pairs at most.
 
-    Yields:
-        The first values of all pairs, and then the second ones, in one and the
-        same array.
+    Attributes:
+        words: for random bytes.
     """
-    pairs = len(words) // BYTES
-    log, radius, turn, values = (each[:pairs] for each in _room.of(dtype))
-    k, angle = words[: 8 * pairs].view(np.uint64), words[8 * pairs :]
-    np.right_shift(k, 1, out=k)
-    if radius.dtype == np.float64:
-        log[...] = log_uniform(k, 63)
-    else:
-        log[...] = k.view(np.int64)  # Takes less time than unsigned numbers.
-        log += 0.5
-        log *= 2.0**-63
-        np.log(log, out=log)
-    log *= -2
-    radius[...] = log
-    np.sqrt(radius, out=radius)
-    if pairs and radius.min() < SHORT:
-        short = radius < SHORT
-        radius[short] = np.sqrt(-2 * log_uniform(k[short], 63))
-    radius *= stddev
-    turn[...] = angle.view(np.int32)
-    turn *= 2 * math.pi * 2.0**-32
-    for direction in np.cos, np.sin:
-        direction(turn, out=values)
-        values *= radius
-        yield values
 
+    _rooms = Rooms(BYTES * BLOCK + ALIGNMENT + 4 * 8 * BLOCK)
 
-class _Room(threading.local):
-    """Arrays of one thread, to be used again and again."""
+    def __init__(self, dtype: np.dtype):
+        room = self._rooms.take()
+        self.words, room = np.split(room, [BYTES * BLOCK + ALIGNMENT])
+        # Logarithms take float64. Then radii, angles and values.
+        types = [np.dtype(np.float64), *[np.dtype(dtype)] * 3]
+        ends = np.cumsum([each.itemsize * BLOCK for each in types])
+        *parts, _ = np.split(room, ends)
+        pairs = zip(parts, types, strict=True)
+        self._arrays = [part.view(own) for part, own in pairs]
 
-    def __init__(self):
-        self.words = aligned(BYTES * BLOCK + BEHIND)
-        self._by_type = {}
+    def values(self, words: np.ndarray, stddev: float = 1.0):
+        """Normal values from random bytes.
 
-    def of(self, dtype):
-        """For logarithms, which take float64, radii, angles and values."""
-        dtype = np.dtype(dtype)
-        if dtype not in self._by_type:
-            types = np.float64, dtype, dtype, dtype
-            self._by_type[dtype] = [np.empty(BLOCK, each) for each in types]
-        return self._by_type[dtype]
+        Yields:
+            The first values of all pairs, and then the second ones, in one and
+            the same array.
+        """
+        pairs = len(words) // BYTES
+        log, radius, turn, values = (each[:pairs] for each in self._arrays)
+        k, angle = words[: 8 * pairs].view(np.uint64), words[8 * pairs :]
+        np.right_shift(k, 1, out=k)
+        if radius.dtype == np.float64:
+            log[...] = log_uniform(k, 63)
+        else:
+            log[...] = k.view(np.int64)  # Faster than unsigned numbers.
+            log += 0.5
+            log *= 2.0**-63
+            np.log(log, out=log)
+        log *= -2
+        radius[...] = log
+        np.sqrt(radius, out=radius)
+        if pairs and radius.min() < SHORT:
+            short = radius < SHORT
+            radius[short] = np.sqrt(-2 * log_uniform(k[short], 63))
+        radius *= stddev
+        turn[...] = angle.view(np.int32)
+        turn *= 2 * math.pi * 2.0**-32
+        for direction in np.cos, np.sin:
+            direction(turn, out=values)
+            values *= radius
+            yield values
 
-
-_room = _Room()
 
 # -- by XLA --------------------------------------------------------------------
 
 # Values that are made at a time.
 COMPILED_PIECE = 1 << 20
-_words = Rooms()
+_words = Rooms(BYTES * COMPILED_PIECE // 2 + BEHIND)
 
 # (ln(1 + t) - t + t²/2)/t³ for 1 + t between √½ and √2, fitted at Chebyshev's
 # points; the logarithm is right to 10⁻⁷ of itself. Highest power first.
@@ -203,11 +226,9 @@ def _add_by_xla(flat, words, stddev, divisor):
 
 
 def random_words(pairs: int, stream: Keystream) -> np.ndarray:
-    """For so many pairs of values, (3, pairs)."""
-    # Pieces differ in size; their room need not.
-    size = BYTES * pairs + BEHIND
-    (room,) = _words.take([max(size, BYTES * COMPILED_PIECE // 2 + BEHIND)])
-    return stream.fill(room[:size]).view(np.uint32).reshape(WORDS, pairs)
+    """For so many pairs of values, (3, pairs), of `COMPILED_PIECE` values."""
+    room = _words.take()[: BYTES * pairs + BEHIND]
+    return stream.fill(room).view(np.uint32).reshape(WORDS, pairs)
 
 
 def by_tensorflow(

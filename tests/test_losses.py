@@ -929,12 +929,16 @@ def test_other_losses_are_left_to_keras(dtype, classes, from_logits):
 
 
 def test_second_derivatives_of_losses_are_those_of_keras():
-    logits, classes = logits_of(4), labels(4, high=300)
+    logits, classes = logits_of(5).numpy(), labels(5, high=300)
+    # Two shares that are equal, of logits that are not, and a label far below.
+    logits[4, :3], classes[4] = [1e-8, 0, -100], 2
+    logits[4, 3:] = -50
+    logits = tf.constant(logits)
 
     def second(run):
         with tf.GradientTape() as tape:
             tape.watch(logits)
-            first = run(logits, classes, tf.ones(4), from_logits=True)[1]
+            first = run(logits, classes, tf.ones(5), from_logits=True)[1]
             first = tf.reduce_sum(first**2)
         return tape.gradient(first, logits)
 

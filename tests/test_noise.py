@@ -5,6 +5,8 @@ Statistical bounds are exceeded with probability below 1e-9 by right noise.
 
 import functools
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -34,7 +36,7 @@ def by_numpy(drawn, dtype=np.float32):
         drawn, range(normal.BLOCK, drawn.shape[1], normal.BLOCK), 1
     )
     found = [
-        [half.copy() for half in normal.by_numpy(_bytes(block), dtype)]
+        [half.copy() for half in normal.Desk(dtype).values(_bytes(block))]
         for block in blocks
     ]
     return np.concatenate(found, 1)
@@ -59,7 +61,9 @@ def by_both(request, monkeypatch):
 @functools.cache
 def many_values(maker):
     """Normal values in pairs, (2, n)."""
-    return maker(normal.random_words(1 << 23, Keystream()))
+    most = normal.COMPILED_PIECE // 2
+    drawn = [normal.random_words(most, Keystream()) for _ in range(16)]
+    return maker(np.concatenate(drawn, 1))
 
 
 def test_bytes_are_the_keystream_of_the_cipher():
@@ -251,8 +255,7 @@ def test_threads_make_the_same_noise_as_one(monkeypatch):
     sizes = [3, 2 * normal.PIECE + 1, 0, normal.PIECE - 1]
 
     def noised(threads):
-        pool = normal.futures.ThreadPoolExecutor(threads)
-        monkeypatch.setattr(normal, "_threads", lambda process: pool)
+        monkeypatch.setattr(normal, "THREADS", threads)
         vectors = [np.ones(size, np.float32) for size in sizes]
         found = [np.zeros_like(vector) for vector in vectors]
         normal.add(vectors, found, 1.0, 2.0, lambda *name: Keystream(name))
@@ -261,6 +264,55 @@ def test_threads_make_the_same_noise_as_one(monkeypatch):
     for one, several in zip(noised(1), noised(4), strict=True):
         np.testing.assert_array_equal(one, several)
         assert len(np.unique(one)) >= 0.98 * one.size
+
+
+LAST = """
+import threading, time
+import numpy as np
+from keras_fastclip import normal
+from keras_fastclip.keystream import Keystream
+
+def work():
+    time.sleep(1)
+    vectors = [np.zeros(2 * normal.PIECE, np.float32)]
+    normal.add(vectors, vectors, 1.0, 2.0, lambda *_: Keystream())
+    print("noise", np.count_nonzero(vectors[0]))
+
+threading.Thread(target=work).start()
+"""
+
+
+def test_noise_is_made_when_the_main_thread_has_ended():
+    done = subprocess.run(
+        [sys.executable, "-c", LAST], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"noise {2 * normal.PIECE}\n", done.stderr
+
+
+NO_NUMBERS = """
+import keras, numpy as np, tensorflow as tf
+import keras_fastclip
+
+tf.debugging.enable_check_numerics()
+model = keras_fastclip.DPSequential(
+    [keras.layers.Dense(50), keras.layers.Dense(10)],
+    l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=8,
+)
+model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+model.train_on_batch(np.ones((8, 1500), "float32"), np.zeros(8))
+print("trained", int(model.optimizer.iterations.numpy()))
+"""
+
+
+def test_memory_that_is_not_set_is_not_taken_for_numbers():
+    """TensorFlow can be told to look for what is none."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_NUMBERS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.endswith("trained 1\n"), done.stderr
 
 
 def test_an_error_in_a_thread_is_an_error():

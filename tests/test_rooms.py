@@ -9,25 +9,18 @@ import tensorflow as tf
 from keras_fastclip.rooms import ALIGNMENT, Rooms
 
 
-def addresses(arrays):
-    return [array.ctypes.data for array in arrays]
-
-
-def test_arrays_are_apart_aligned_and_can_be_written():
-    arrays = Rooms().take([3, 0, 64, 65, 1])
-    assert [array.nbytes for array in arrays] == [3, 0, 64, 65, 1]
-    filled = addresses(array for array in arrays if array.size)
-    assert all(address % ALIGNMENT == 0 for address in filled)
-    for number, array in enumerate(arrays):
-        array[:] = number
-    for number, array in enumerate(arrays):
-        assert np.all(array == number)
+def test_arrays_are_aligned_and_can_be_written():
+    for size in 1, 64, 65, 1 << 20:
+        array = Rooms(size).take()
+        assert array.nbytes == size and array.ctypes.data % ALIGNMENT == 0
+        array[:] = 7
+        assert np.all(array == 7)
 
 
 def test_memory_is_used_again():
-    rooms = Rooms()
-    before = addresses(rooms.take([1 << 20, 8]))
-    assert addresses(rooms.take([1 << 20, 8])) == before
+    rooms = Rooms(1 << 20)
+    before = rooms.take().ctypes.data
+    assert rooms.take().ctypes.data == before
 
 
 def part(array):
@@ -44,22 +37,21 @@ def asarray(array):
 
 @pytest.mark.parametrize("held", [part, part_of_a_part, asarray, memoryview])
 def test_memory_that_is_referred_to_is_not_used_again(held):
-    rooms = Rooms()
-    first, second = rooms.take([64, 64])
-    other, place = held(second), first.ctypes.data
-    del first, second
-    assert rooms.take([64, 64])[0].ctypes.data != place
+    rooms = Rooms(128)
+    array = rooms.take()
+    other, place = held(array), array.ctypes.data
+    del array
+    assert rooms.take().ctypes.data != place
     del other
-    taken = [rooms.take([64, 64]) for _ in range(2)]
-    assert place in [arrays[0].ctypes.data for arrays in taken]
+    taken = [rooms.take() for _ in range(2)]
+    assert place in [array.ctypes.data for array in taken]
 
 
 def test_what_a_graph_returns_is_not_used_again():
-    rooms = Rooms()
+    rooms = Rooms(4096)
 
     def ones(value):
-        (array,) = rooms.take([4096])
-        array = array.view(np.float32)
+        array = rooms.take().view(np.float32)
         array[:] = value
         return array
 
@@ -72,19 +64,12 @@ def test_what_a_graph_returns_is_not_used_again():
         assert np.all(tensor == i)
 
 
-def test_free_memory_of_another_size_is_given_back():
-    rooms = Rooms()
-    rooms.take([1 << 20])
-    rooms.take([8])
-    assert sum(map(len, rooms._free)) < 1 << 10
-
-
 def test_threads_get_memory_of_their_own():
-    rooms, wrong = Rooms(), []
+    rooms, wrong = Rooms(512), []
 
     def work(number):
         for _ in range(300):
-            (array,) = rooms.take([512])
+            array = rooms.take()
             array[:] = number
             if not np.all(array == number):
                 wrong.append(number)
