@@ -224,8 +224,7 @@ def _by_numpy(flats, stddev, divisor, stream, step):
 
     In one call of Python, which has its own threads: calls of their own would
     wait for other operations, and for each other. TensorFlow gives the room:
-    with oneDNN it uses memory again, and new memory takes as long to get as
-    noise takes to make.
+    with oneDNN it uses memory again (see `rooms.py`).
     """
     if not flats:
         return {}

@@ -109,6 +109,11 @@ class Item:
     frees_input: bool = True
 
     @property
+    def multiplications(self) -> int:
+        """In the forward pass of an example."""
+        return self.calls * self.kernel.positions * self.kernel.built
+
+    @property
     def prefers_ghost(self) -> bool:
         """The rule of mixed ghost clipping: the way of least memory."""
         return self.has_ghost and self.kernel.gram < self.kernel.built
@@ -301,8 +306,8 @@ def _clocks(items, clock):
     """By kernel: what has a small share in the time of a step is not timed."""
     work = {}
     for item in items:
-        own = item.calls * item.kernel.positions * item.kernel.built
-        work[item.kernel] = work.get(item.kernel, 0) + own
+        before = work.get(item.kernel, 0)
+        work[item.kernel] = before + item.multiplications
     least = _SHARE * sum(work.values())
     return {
         kernel: clock if own >= least else reference_clocks

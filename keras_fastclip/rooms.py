@@ -1,8 +1,8 @@
 """Memory that is used again, step after step.
 
-To get memory from the system takes as long as to fill it with noise: the
-processor stops at every new page. The C library gives the memory of large
-arrays of NumPy's back, to get it again in the next step.
+To get memory from the system takes time: the processor stops at every new
+page, which counts beside the little that noise takes. The C library gives the
+memory of large arrays of NumPy's back, to get it again in the next step.
 """
 
 import weakref

@@ -3,9 +3,10 @@
 The speeds of small products differ by a factor of four between machines, and
 between TensorFlow with and without oneDNN; no formula from sizes tells which
 way is the fastest. So each way is run on a few random examples of the very
-sizes of the kernel, once in a process for each distinct kernel, while the
-training step is traced. Time grows in proportion to the number of examples, so
-a few are enough: some 16 MB of numbers, or more where two examples take more.
+sizes of the kernel, once in a process for each distinct kernel that the planner
+asks for, while the training step is traced. Time grows in proportion to the
+number of examples, so a few are enough: some 16 MB of numbers, or more where
+two examples take more.
 The ways of a kernel are run in turn, so that whatever else the machine does
 meets all of them; but for loops, which are run after them, if at all.
 
