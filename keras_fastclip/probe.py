@@ -1,7 +1,8 @@
 """The check of a model before its first step: refuse it, or know it exactly.
 
-The probe runs the model eagerly on a few examples of its own data, on as few
-as will tell one from another: every run delays the first step. It asks:
+The probe runs the model on a few examples of its own data, on as few as will
+tell one from another: every run delays the first step. It runs it eagerly, but
+for the many runs in which one example after the other is exchanged. It asks:
 
 1. *Layout.* Which rows of each layer's tensors belong to which example? Calls
    without a batch axis and calls with other axes folded into it are found by
@@ -128,7 +129,9 @@ class _Probe:
         self.rewrites, self.opaque = (), frozenset()
         self.adopted = {}
         self.looks = {}
-        self.graph = tf.function(self._losses, autograph=False)
+        self.graph = None
+        if not model.run_eagerly:
+            self.graph = tf.function(self._losses, autograph=False)
 
     def run(self) -> Plan:
         with self.state.unchanged():
@@ -181,11 +184,10 @@ class _Probe:
             return self._losses(batch, training)
 
     def _run_again(self, batch):
-        """`_run` of one of many batches of one shape: traced once, then fast.
+        """`_run` of one of many batches of one shape: traced once, as in `fit`.
 
-        As in training, where the model is traced as well. One that cannot be,
-        or draws random numbers whose seed is that of the trace, runs eagerly:
-        the answer is the same, but takes longer.
+        What cannot be traced, or draws random numbers whose seed would be that
+        of the trace, runs eagerly: the answer is the same, but takes longer.
         """
         if self.graph is None or self.state.seed_tensorflow:
             return self._run(batch)

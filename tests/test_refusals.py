@@ -1119,6 +1119,68 @@ def test_the_check_leaves_the_random_stream_of_tensorflow(layer, seed):
         np.testing.assert_array_equal(found, expected)
 
 
+class Counting(layers.Layer):
+    """Counts how often Python runs it."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return x
+
+
+def test_the_check_traces_the_model_for_its_many_runs():
+    """Examples are exchanged 16 times here, in four runs of random numbers."""
+    counting = Counting()
+    model = around(keras.Sequential([layers.Dropout(0.5), counting]))
+    model._privacy.plan(model, (*map(tf.constant, arrays()), None))
+    assert 0 < counting.calls < 16
+
+
+class Shifted(layers.Layer):
+    """Takes something away: of the batch, or of the example itself.
+
+    Args:
+        mixes: whether it is the first row of the batch.
+        in_numpy: whether NumPy computes it, which cannot be traced.
+        eagerly: if given, it is only done where that is how the layer runs.
+    """
+
+    def __init__(self, mixes, in_numpy=False, eagerly=None):
+        super().__init__()
+        self.mixes, self.in_numpy, self.eagerly = mixes, in_numpy, eagerly
+
+    def compute_output_shape(self, shape):
+        return shape
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+    def call(self, x):
+        if self.eagerly not in (None, tf.executing_eagerly()):
+            return x
+        value = x.numpy() if self.in_numpy else x
+        return x - (value[:1] if self.mixes else 0.5 * value)
+
+
+def test_mixing_in_a_model_that_cannot_be_traced_is_found():
+    batch = (*map(tf.constant, arrays()), None)
+    model = around(Shifted(False, in_numpy=True))
+    assert model._privacy.plan(model, batch).units
+    model = around(Shifted(True, in_numpy=True))
+    with pytest.raises(ValueError, match="mixes examples"):
+        model._privacy.plan(model, batch)
+
+
+@pytest.mark.parametrize("eagerly", [True, False])
+def test_mixing_is_looked_for_in_the_way_that_the_model_is_trained(eagerly):
+    batch = (*map(tf.constant, arrays()), None)
+    model = around(Shifted(True, eagerly=eagerly))
+    model.run_eagerly = eagerly
+    with pytest.raises(ValueError, match="mixes examples"):
+        model._privacy.plan(model, batch)
+
+
 def test_layers_get_their_call_back_after_an_error():
     model = compiled(plain(), contrastive)
     layer = model.layers[-1]
