@@ -700,6 +700,29 @@ def eager_scope():
 
 
 @contextlib.contextmanager
+def as_written():
+    """Functions that are called here run as they are written.
+
+    Otherwise TensorFlow optimizes the graph of a function when it is first
+    run, for some ten milliseconds or more. One that is called by another has
+    been optimized with that one already, and one that runs a few times only
+    does not make up for it.
+    """
+    context = tf_context.context()
+    before = context.function_call_options
+    config = tf.compat.v1.ConfigProto()
+    config.MergeFromString(before.config_proto_serialized)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    context.function_call_options = tf_context.FunctionCallOptions(
+        before.executor_type, config
+    )
+    try:
+        yield
+    finally:
+        context.function_call_options = before
+
+
+@contextlib.contextmanager
 def weights_store(path: str | os.PathLike):
     """The store of weights in a `.keras` or weights file, to read from."""
     path = os.fspath(path)

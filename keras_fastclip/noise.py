@@ -322,7 +322,7 @@ def _in_groups(
         groups.setdefault(key, []).append(place)
     flats = {}
     for places in groups.values():
-        flat = [tf.reshape(sums[place], [-1]) for place in places]
+        flat = [_as_vector(sums[place]) for place in places]
         flats[places[0]] = flat[0] if len(flat) == 1 else tf.concat(flat, 0)
     means, noised = add(flats), {}
     for places in groups.values():
@@ -330,6 +330,19 @@ def _in_groups(
         sizes = [sums[place].shape.num_elements() for place in places]
         parts = [mean] if len(places) == 1 else tf.split(mean, sizes)
         for place, part in zip(places, parts, strict=True):
-            whole = tf.reshape(part, tf.shape(sums[place]))
-            noised[place] = tf.ensure_shape(whole, sums[place].shape)
+            noised[place] = _shaped_as(sums[place], part)
     return [noised[place] for place in range(len(sums))]
+
+
+def _as_vector(tensor):
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
+
+
+def _shaped_as(tensor, vector):
+    """The vector in the shape of a tensor, in few operations."""
+    shape = tensor.shape
+    if shape == vector.shape and shape.is_fully_defined():
+        return vector
+    if shape.is_fully_defined():
+        return tf.reshape(vector, shape)
+    return tf.ensure_shape(tf.reshape(vector, tf.shape(tensor)), shape)

@@ -85,6 +85,15 @@ class Part:
     def path(self) -> str:
         return self.traits.path
 
+    @property
+    def closed_form(self) -> tuple | None:
+        """What tells the closed forms of norm and sum apart; None without."""
+        item = self.traits.item
+        if len(self.uses) > 1 or item is None or not self.way.ghost:
+            return None
+        (use,) = self.uses
+        return type(use.term), item.kernel, use.g.dtype
+
     def _find_traits(self):
         uses = self.uses
         # Without an adjoint the sum is of gradients that were built, and
@@ -227,6 +236,8 @@ class Part:
         (use,) = self.uses
         with tf.control_dependencies([use.g]):
             (rows,) = use.term.per_example(use.g, use.rows)
+            if rows.shape[1:] == [self.traits.weights]:
+                return rows
             return tf.reshape(rows, [-1, self.traits.weights])
 
     def positions(self, factors: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -309,7 +320,7 @@ class FewWeights:
         sizes = [math.prod(v.shape) for v in self.variables]
         sums = tf.split(total, sizes)
         return {
-            id(v): tf.reshape(own, v.shape)
+            id(v): own if len(v.shape) == 1 else tf.reshape(own, v.shape)
             for v, own in zip(self.variables, sums, strict=True)
         }
 

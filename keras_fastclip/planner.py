@@ -133,7 +133,7 @@ class Item:
         if not self.has_ghost or ratio > 0.1 or kernel.gram > kernel.built:
             ways.append(Way("build", kernel.timed[-1]))
             ways += [Way("build", form, keep=True) for form in kernel.timed]
-        if self.has_ghost and (ratio < 2 or kernel.gram < kernel.built):
+        if self.has_ghost and (ratio < 1 or kernel.gram < kernel.built):
             ways += [Way("ghost", form) for form in kernel.timed_ghost]
             if kernel.positions > _LEAST_FOR_TILES:
                 ways.append(Way("ghost", "tiles"))

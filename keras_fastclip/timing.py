@@ -36,9 +36,10 @@ from keras_fastclip.registry.linear import Kernel
 from keras_fastclip.registry.terms import Rows
 from keras_fastclip.registry.turns import AT_ONCE
 
-# Operations in a run, and the most numbers and examples in it.
-_WORK, _NUMBERS, _EXAMPLES = 1e8, 4e6, 32
-_RUNS = 8
+# Operations in a run, and the most numbers and examples in it. With fewer
+# operations, what a call takes by itself would count for more than in a step.
+_WORK, _NUMBERS, _EXAMPLES = 4e8, 4e6, 32
+_RUNS = 4
 # Kernels with more operations for an example are not timed but reckoned.
 _TOO_MUCH = 5e9
 
@@ -150,7 +151,7 @@ def _time_in_turn(kernel, ways, jit_compile):
     new = [
         w for w in dict.fromkeys(ways) if (kernel, w, jit_compile) not in _known
     ]
-    with _keras.eager_scope():
+    with _keras.eager_scope(), _keras.as_written():
         sample = functools.cache(kernel.sample)
         steps = [_step(kernel, way, jit_compile, sample) for way in new]
         rounds = [[_seconds(*step) for step in steps] for _ in range(_RUNS + 1)]
@@ -162,10 +163,10 @@ def _step(kernel, way, jit_compile, sample):
     """What is run for a way, and on how many examples."""
     work = 2 * kernel.positions * kernel.built
     # To write the sum takes the same time for few examples and for many.
-    most = _WORK if way is not None else 8 * _WORK
+    most = _WORK if way is not None else 2 * _WORK
     most = min(most / work, _EXAMPLES)
     if way is not None and way.form == "blocks":
-        most = kernel.ghost_block if way.ghost else kernel.block
+        most = max(most, kernel.ghost_block if way.ghost else kernel.block)
     examples = int(min(most, _NUMBERS / _numbers(kernel, way)))
     examples = max(examples, _least(kernel, way))
     inputs, g = sample(examples)

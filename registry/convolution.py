@@ -494,16 +494,6 @@ class Convolution(Linear):
             for patches in line.patches(at_least_float32(image))
         ]
 
-    def by_rows(self, g, rows):
-        """The same from patches; products in the same order round alike."""
-        image, other = self._operands(g)
-        other = self._block_form(other, rows)
-        across = self._geometry.kernel_size[-1]
-        return [
-            tf.matmul(other, patches, transpose_a=True)
-            for patches in self._patches(image, rows, across)
-        ]
-
     def operands(self, g, rows):
         inputs = at_least_float32(self._inputs)
         g = tf.cast(self._cotangent(g), inputs.dtype)
@@ -639,8 +629,8 @@ def _blockwise(kernel):
     return Blockwise(
         by(kernel.term.by_line),
         ((kernel.outputs, kernel.inputs // number),) * number,
-        by(kernel.term.by_rows),
         from_rows,
+        has_neighbors=True,
     )
 
 

@@ -40,4 +40,9 @@ def once(function: Callable[..., Any], *sizes: Any) -> Callable[..., Any]:
             autograph=False,
             experimental_attributes={"_noinline": True},
         )
-    return written[key]
+
+    def call(*args):
+        with _keras.as_written():
+            return written[key](*args)
+
+    return call

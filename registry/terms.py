@@ -119,7 +119,7 @@ class Factors:
         if not shape.is_fully_defined():
             return tf.tensordot(values, tensor, 1)
         flat = with_rows(tensor, [shape.num_elements()])
-        return tf.reshape(tf.matmul(values[None], flat), shape)
+        return tf.reshape(tf.matmul(tf.expand_dims(values, 0), flat), shape)
 
     def without_others(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Zeros in rows of factor zero, if any row is not finite."""
@@ -336,6 +336,8 @@ def sum_to_shape(g: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     lost = list(range(1, first))
     ones = [first + i for i, size in enumerate(shape) if size == 1]
     summed = tf.reduce_sum(g, lost + ones) if lost + ones else g
+    if summed.shape[1:] == shape:
+        return summed
     return tf.reshape(summed, [-1, *shape])
 
 

@@ -28,6 +28,7 @@ from keras_fastclip.registry.terms import (
     Factors,
     itself,
     long_sum,
+    select_rows,
     squared_norm,
     with_leading,
 )
@@ -299,30 +300,44 @@ class Blockwise:
         function: maps the tensors of n examples to their gradients in pieces,
             (n, *shape) each.
         shapes: of the pieces.
-        careful: the same, for blocks in which some squared norm is not finite,
-            if the function relies on zeros: times infinity they are none.
         assembled: maps sums of the pieces to sums of gradients.
+        has_neighbors: whether numbers of one example meet zeros of another,
+            which are none where the numbers are not finite.
     """
 
     function: Function
     shapes: tuple[tuple[int, ...], ...]
-    careful: Function | None = None
     assembled: Callable[[list[tf.Tensor]], Any] = itself
+    has_neighbors: bool = False
 
     def pieces(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Squared norms, (n,), and the pieces."""
-        found = self._with_norms(self.function, tensors)
-        if self.careful is None:
-            return found
+        if not self.has_neighbors:
+            return self._with_norms(*tensors)
+        # Traced once for both cases.
+        with_norms = tf.function(self._with_norms, autograph=False)
+        found = with_norms(*tensors)
         return tf.cond(
             tf.reduce_all(tf.math.is_finite(found[0])),
             lambda: found,
-            lambda: self._with_norms(self.careful, tensors),
+            lambda: _of_finite(with_norms, tensors),
         )
 
-    def _with_norms(self, function, tensors):
-        pieces = list(function(*tensors))
+    def _with_norms(self, *tensors):
+        pieces = list(self.function(*tensors))
         return [tf.add_n([squared_norm(each) for each in pieces]), *pieces]
+
+
+def _of_finite(with_norms, tensors):
+    """The same, with zeros in the place of examples that are not finite."""
+    finite = [
+        tf.reduce_all(tf.math.is_finite(each), range(1, each.shape.rank))
+        for each in tensors
+    ]
+    finite = tf.reduce_all(finite, 0)
+    kept = [select_rows(finite, each) for each in tensors]
+    norms, *pieces = with_norms(*kept)
+    return [tf.where(finite, norms, tf.constant(np.inf, norms.dtype)), *pieces]
 
 
 class KeptInBlocks:
