@@ -4,12 +4,13 @@
 
 Of a private model: the check; the plan of how to serve each kernel, for which
 ways are timed; and the first step, whose graph is traced and made ready to run.
-Plain training has but the last of these. Each in a process of its own, one
-after the other. A process that has trained a model before is faster at the
-second one.
+Plain training has but the last of these. Each in a process of its own, plain
+and private in turn; medians. A process that has trained a model before is
+faster at the second one.
 """
 
 import argparse
+import statistics
 import time
 import warnings
 
@@ -58,21 +59,35 @@ def latency(name: str, mode: str) -> dict[str, float]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", default=",".join(WORKLOADS))
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", metavar="FILE")
     arguments = parser.parse_args()
     console = rich.console.Console(width=80, record=True)
     console.print(machine.description(), highlight=False)
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-    for column in ("workload", "plain", *STAGES, "all", "over plain"):
+    columns = "workload", "plain", *STAGES, "over plain", "all", "over plain"
+    for column in columns:
         table.add_column(column, justify="right")
     for name in arguments.workload.split(","):
-        plain, found = (
-            measured(latency, name, mode)[0] for mode in (run.PLAIN, "auto")
+        plain, private = zip(
+            *(
+                [measured(latency, name, m)[0] for m in (run.PLAIN, "auto")]
+                for _ in range(arguments.repeats)
+            ),
+            strict=True,
         )
-        first, total = plain["first step"], sum(found.values())
-        seconds = first, *(found[stage] for stage in STAGES), total
+        before = statistics.median(found["first step"] for found in plain)
+        stages = [
+            statistics.median(found[stage] for found in private)
+            for stage in STAGES
+        ]
+        total = statistics.median(sum(found.values()) for found in private)
         table.add_row(
-            name, *(f"{s:.1f}" for s in seconds), f"{total / first:.1f}"
+            name,
+            *(f"{seconds:.1f}" for seconds in (before, *stages)),
+            f"{stages[-1] / before:.1f}",
+            f"{total:.1f}",
+            f"{total / before:.1f}",
         )
     console.print(table)
     if arguments.out:
