@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_fastclip.capture import Use
 from keras_fastclip.planner import Item, Way
 from keras_fastclip.registry import linear, shared
+from keras_fastclip.registry.convolution import Convolution
 from keras_fastclip.registry.embedding import Lookup
 from keras_fastclip.registry.terms import (
     Factors,
@@ -87,12 +88,12 @@ class Part:
 
     @property
     def closed_form(self) -> tuple | None:
-        """What tells the closed forms of norm and sum apart; None without."""
-        item = self.traits.item
-        if len(self.uses) > 1 or item is None or not self.way.ghost:
+        """What the library's own forms of norm and sum differ by, if known."""
+        item, (use, *others) = self.traits.item, self.uses
+        if others or item is None or not self.way.ghost:
             return None
-        (use,) = self.uses
-        return type(use.term), item.kernel, use.g.dtype
+        known = type(use.term) in (linear.Linear, Convolution)
+        return (type(use.term), item.kernel, use.g.dtype) if known else None
 
     def _find_traits(self):
         uses = self.uses

@@ -121,11 +121,11 @@ class _Probe:
         self.many = _examples(self.data, MANY)
         self.more = _first(self.many, MORE)
         self.batch = _first(self.many, FEW)
-        if not all(layer.built for layer in _keras.layers_of(model)):
-            kept = [*model.non_trainable_variables, *_keras.seed_states(model)]
-            saved = _keras.values(kept)
-            _keras.call_model(model, self.batch[0], training=False)
-            _keras.assign(kept, saved)
+        kept = [*model.non_trainable_variables, *_keras.seed_states(model)]
+        saved = _keras.values(kept)
+        # Builds what is not built yet.
+        _keras.call_model(model, self.batch[0], training=False)
+        _keras.assign(kept, saved)
         self.state = _State(model)
         self.rewrites, self.opaque = (), frozenset()
         self.adopted = {}
@@ -744,8 +744,9 @@ class _Probe:
         alike = set()
         while parts:
             part = parts.pop(0)
-            # A closed form depends on the sizes alone: once it is known to be
-            # right, gradients of layers of the same sizes take less time.
+            # A closed form depends on the sizes alone. Once it is known to be
+            # right, what it is given for other layers of the same sizes is
+            # seen from their gradients, which takes less time.
             if part.closed_form in alike:
                 part.way = Way("build", keep=True)
             else:

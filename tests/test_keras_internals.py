@@ -448,6 +448,31 @@ def test_eager_scope_records_on_tapes_while_tracing():
     assert seen == [6.0]
 
 
+def test_functions_called_as_written_are_not_optimized():
+    double = tf.function(lambda x: 2 * x)
+
+    @tf.function
+    def both(x):
+        with _keras.as_written():
+            first = double(x)
+        return first + double(x)
+
+    x = tf.constant(3.0)
+    graph = both.get_concrete_function(x).graph
+    configs = [
+        tf.compat.v1.ConfigProto.FromString(call.get_attr("config_proto"))
+        for call in graph.get_operations()
+        if call.type == "PartitionedCall"
+    ]
+    assert [
+        config.graph_options.rewrite_options.disable_meta_optimizer
+        for config in configs
+    ] == [True, False]
+    assert both(x) == 12
+    with _keras.as_written():
+        assert both(x) == 12
+
+
 def test_functional_config_round_trip():
     model = small()
     config = _keras.functional_config(model)

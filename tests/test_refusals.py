@@ -12,6 +12,7 @@ from keras import layers, ops
 import keras_fastclip
 from keras_fastclip import _keras
 from keras_fastclip.checking import check_gradients
+from keras_fastclip.registry import linear
 from tests.zoo import NoisyQuadratic, Quadratic, labels, random
 
 ROWS = 8
@@ -1179,6 +1180,44 @@ def test_mixing_is_looked_for_in_the_way_that_the_model_is_trained(eagerly):
     model.run_eagerly = eagerly
     with pytest.raises(ValueError, match="mixes examples"):
         model._privacy.plan(model, batch)
+
+
+class Own(layers.Dense):
+    """Layers of one size, with a rule of their own."""
+
+
+@pytest.mark.parametrize("wrong", [None, "first", "second"])
+def test_layers_of_the_same_sizes_are_each_looked_at(wrong):
+    """Also where the closed form is known from the first of them."""
+
+    def rule(layer, x, training=None):
+        a = 2 * x if layer.name == wrong else x
+        zeta = tf.matmul(x, layer.kernel)
+        return zeta, [linear.Linear(layer.kernel, a, lambda g: g)]
+
+    registry = keras_fastclip.LayerRegistry()
+    registry.register(Own, rule)
+    dense = [Own(8, use_bias=False, name=name) for name in ("first", "second")]
+    model = private(
+        lambda x: dense[1](dense[0](x)), shape=(2, 8), registry=registry
+    )
+    batch = tf.constant(random(ROWS, 2, 8)), tf.constant(random(ROWS, 2, 8))
+    compiled(model)
+    if wrong is None:
+        assert len(model._privacy.plan(model, (*batch, None)).units) == 2
+        return
+    with pytest.raises(ValueError, match=f"rule for '{wrong}' gives"):
+        model._privacy.plan(model, (*batch, None))
+
+
+def test_a_closed_form_that_is_wrong_is_found(monkeypatch):
+    norm = linear.ghost_norm
+    monkeypatch.setattr(linear, "ghost_norm", lambda *args: 2 * norm(*args))
+    dense = [layers.Dense(8, name=name) for name in ("first", "second")]
+    model = compiled(private(lambda x: dense[1](dense[0](x)), shape=(2, 8)))
+    batch = tf.constant(random(ROWS, 2, 8)), tf.constant(random(ROWS, 2, 8))
+    with pytest.raises(ValueError, match="norms that the rule for 'first'"):
+        model._privacy.plan(model, (*batch, None))
 
 
 def test_layers_get_their_call_back_after_an_error():
