@@ -25,7 +25,7 @@ demo: $(VENV)/.stamp-demo
 	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python examples/quickstart.py
 
 test: lint
-	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/pytest -n 2 --dist worksteal
+	TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/pytest -n 2 --dist worksteal --durations 20
 
 speed: $(VENV)/.stamp-test
 	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m benchmarks.guard

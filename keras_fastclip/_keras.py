@@ -704,9 +704,8 @@ def as_written():
     """Functions that are called here run as they are written.
 
     Otherwise TensorFlow optimizes the graph of a function when it is first
-    run, for some ten milliseconds or more. One that is called by another has
-    been optimized with that one already, and one that runs a few times only
-    does not make up for it.
+    run, for some ten milliseconds or more, which one that runs a few times only
+    does not make up for.
     """
     context = tf_context.context()
     before = context.function_call_options

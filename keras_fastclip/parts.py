@@ -10,7 +10,6 @@ import tensorflow as tf
 from keras_fastclip.capture import Use
 from keras_fastclip.planner import Item, Way
 from keras_fastclip.registry import linear, shared
-from keras_fastclip.registry.convolution import Convolution
 from keras_fastclip.registry.embedding import Lookup
 from keras_fastclip.registry.terms import (
     Factors,
@@ -87,13 +86,17 @@ class Part:
         return self.traits.path
 
     @property
-    def closed_form(self) -> tuple | None:
-        """What the library's own forms of norm and sum differ by, if known."""
+    def ghost_form(self) -> tuple | None:
+        """All that ghost norms of the library's own depend on but numbers.
+
+        None for others: what a term of another class does, sizes do not tell.
+        """
         item, (use, *others) = self.traits.item, self.uses
         if others or item is None or not self.way.ghost:
             return None
-        known = type(use.term) in (linear.Linear, Convolution)
-        return (type(use.term), item.kernel, use.g.dtype) if known else None
+        if type(use.term) is not linear.Linear:
+            return None
+        return item.kernel, use.rows, use.g.dtype
 
     def _find_traits(self):
         uses = self.uses
@@ -142,6 +145,10 @@ class Part:
                 self._built = built
                 return built.squared_norms
             return self._rounded_up(built.squared_norms, self._operands())
+
+    def built_norms(self) -> tf.Tensor:
+        """Squared norms of gradients that are built for them and dropped."""
+        return self._build().squared_norms
 
     def _norm_of_one(self, *operands):
         return self._rounded_up(norm_of_one(self._of_one(*operands)), operands)

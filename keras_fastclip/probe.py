@@ -35,7 +35,6 @@ from keras_fastclip import _keras, capture, methods
 from keras_fastclip.capture import Layout, Plan, Recording, Unit
 from keras_fastclip.losses import first_tensor
 from keras_fastclip.parts import make_parts
-from keras_fastclip.planner import Way
 from keras_fastclip.registry.fallback import (
     UserRule,
     float_tensors,
@@ -131,15 +130,15 @@ class _Probe:
         self.adopted = {}
         self.looks = {}
         self.graph = None
-        if not model.run_eagerly:
-            self.graph = tf.function(self._losses, autograph=False)
 
     def run(self) -> Plan:
         with self.state.unchanged():
             self._check_loss_and_randomness()
-            self._check_values(self.many)
-            self._check_other_random_numbers()
-            self._check_integers()
+            for run in self._runs():
+                self._check_values(self.many, run)
+                self._check_other_random_numbers(run)
+                self._check_integers(run)
+            self.graph = None  # It holds the probe, which it is part of.
             self._check_size()
             while True:
                 try:
@@ -184,22 +183,29 @@ class _Probe:
         with capture.intercept(units, handler, rewrites):
             return self._losses(batch, training)
 
-    def _run_again(self, batch):
-        """`_run` of one of many batches of one shape: traced once, as in `fit`.
-
-        What cannot be traced, or draws random numbers whose seed would be that
-        of the trace, runs eagerly: the answer is the same, but takes longer.
-        """
-        if self.graph is None or self.state.seed_tensorflow:
-            return self._run(batch)
+    def _traced(self, batch):
+        """`_run` of one of many batches of one shape, which is traced once."""
         self.state.restore()
-        try:
-            self.graph.get_concrete_function(batch)
-        except Exception:
-            self.graph = None
-            return self._run(batch)
         with _keras.as_written():
             return self.graph(batch)
+
+    def _runs(self):
+        """How losses of many batches are found: traced, which is faster.
+
+        A model that cannot be traced runs eagerly, and so does one that draws
+        random numbers whose seed would be that of the trace. One that computes
+        something else when it is traced has to pass in both ways.
+        """
+        if self.model.run_eagerly or self.state.seed_tensorflow:
+            return [self._run]
+        self.graph = tf.function(self._losses, autograph=False)
+        try:
+            found = self._traced(self.many)
+        except Exception:
+            return [self._run]
+        right = self._run(self.many)
+        same = _close(found, right, _tolerance(right))
+        return [self._traced] if same else [self._traced, self._run]
 
     # -- 2 and 3: state and mixing, by value --------------------------------
 
@@ -234,13 +240,13 @@ class _Probe:
             return self._run(self.batch)
         return self._look(self.batch).losses
 
-    def _check_values(self, batch):
+    def _check_values(self, batch, run):
         """Exchanges one example after the other and looks at the rest."""
-        base, state = self._run_again(batch), self.state.current()
+        base, state = run(batch), self.state.current()
         count = _count(batch)
         for j in range(count):
             changed = _with_other_example(batch, j, self.data)
-            losses = self._run_again(changed)
+            losses = run(changed)
             self._check_state(state)
             others = [i for i in range(count) if i != j]
             if not _close(
@@ -248,19 +254,20 @@ class _Probe:
             ):
                 raise NotPrivateError(self._mixing_message(batch, changed, j))
 
-    def _check_other_random_numbers(self):
+    def _check_other_random_numbers(self, run):
         """As above: what mixes examples may do so now and then only."""
         for shift in range(1, 4) if self.random else ():
             self.state.seed_shift = shift
-            self._check_values(self.many)
+            self._check_values(self.many, run)
         self.state.seed_shift = 0
 
-    def _check_integers(self):
+    def _check_integers(self, run):
         """As above, with integers that tell the examples apart."""
         if any(t.dtype.is_integer for t in tensors(self.batch[0])):
             # Made-up numbers need not be ones that the model takes.
+            spread = _with_spread_integers(self.many, self.data)
             with contextlib.suppress(tf.errors.InvalidArgumentError):
-                self._check_values(_with_spread_integers(self.many, self.data))
+                self._check_values(spread, run)
 
     def _check_size(self):
         """Adds an example and looks at the rest."""
@@ -741,21 +748,23 @@ class _Probe:
             if reached and id(variable) not in covered:
                 raise self._uncovered(variable)
         whole = sum(map(_sum_of_squares, total.values()))
-        alike = set()
+        known = set()
         while parts:
             part = parts.pop(0)
-            # A closed form depends on the sizes alone. Once it is known to be
-            # right, what it is given for other layers of the same sizes is
-            # seen from their gradients, which takes less time.
-            if part.closed_form in alike:
-                part.way = Way("build", keep=True)
-            else:
-                alike |= {part.closed_form} - {None}
-            norms = part.squared_norms()
+            form, tells = part.ghost_form, part.ghost_form is not None
+            # Once a ghost norm is right for a layer, it is for those of the
+            # same sizes if what it is made from is right, which the norm of
+            # their gradients shows in less time.
+            again = form in known
+            norms = part.built_norms() if again else part.squared_norms()
             for norm, found in zip(norms, squares, strict=True):
                 right = sum(found.get(id(v), 0.0) for v in part.variables)
-                scale = max(right, 1e-4 * sum(found.values()))
+                least = 1e-4 * sum(found.values())
+                scale = max(right, least)
                 self._require_close(part, norm - right, scale, "norms")
+                tells &= least < right < np.inf
+            if tells:
+                known.add(form)
             sums = part.weighted_sum(tf.constant(FACTORS, norms.dtype))
             for variable in part.variables:
                 right = total.pop(id(variable), np.zeros([], "float32"))

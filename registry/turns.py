@@ -314,8 +314,10 @@ class Blockwise:
         """Squared norms, (n,), and the pieces."""
         if not self.has_neighbors:
             return self._with_norms(*tensors)
-        # Traced once for both cases.
-        with_norms = tf.function(self._with_norms, autograph=False)
+        with_norms = self._with_norms
+        if not tf.executing_eagerly():
+            # Traced once for both cases.
+            with_norms = tf.function(with_norms, autograph=False)
         found = with_norms(*tensors)
         return tf.cond(
             tf.reduce_all(tf.math.is_finite(found[0])),

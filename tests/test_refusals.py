@@ -1,7 +1,10 @@
 """What cannot be clipped exactly is refused before the first update."""
 
 import functools
+import gc
+import unittest.mock
 import warnings
+import weakref
 
 import keras
 import numpy as np
@@ -10,7 +13,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import keras_fastclip
-from keras_fastclip import _keras
+from keras_fastclip import _keras, probe
 from keras_fastclip.checking import check_gradients
 from keras_fastclip.registry import linear
 from tests.zoo import NoisyQuadratic, Quadratic, labels, random
@@ -1210,14 +1213,55 @@ def test_layers_of_the_same_sizes_are_each_looked_at(wrong):
         model._privacy.plan(model, (*batch, None))
 
 
-def test_a_closed_form_that_is_wrong_is_found(monkeypatch):
+@pytest.mark.parametrize("dead", [None, 0, 1])
+def test_a_closed_form_that_is_wrong_is_found(dead, monkeypatch):
+    """Also beside a layer of that size whose gradients are zero."""
     norm = linear.ghost_norm
-    monkeypatch.setattr(linear, "ghost_norm", lambda *args: 2 * norm(*args))
-    dense = [layers.Dense(8, name=name) for name in ("first", "second")]
-    model = compiled(private(lambda x: dense[1](dense[0](x)), shape=(2, 8)))
+    monkeypatch.setattr(linear, "ghost_norm", lambda *args: norm(*args) / 4)
+
+    def outputs(x):
+        found = [layers.Dense(8)(x), layers.Dense(8)(x)]
+        if dead is not None:
+            found[dead] = layers.Rescaling(0.0)(found[dead])
+        return layers.Add()(found)
+
+    model = compiled(private(outputs, shape=(2, 8)))
     batch = tf.constant(random(ROWS, 2, 8)), tf.constant(random(ROWS, 2, 8))
-    with pytest.raises(ValueError, match="norms that the rule for 'first'"):
+    with pytest.raises(ValueError, match="The norms that the rule for"):
         model._privacy.plan(model, (*batch, None))
+
+
+class MixesFour(layers.Layer):
+    """Mixes examples where it runs eagerly, and where it is not looked for."""
+
+    def call(self, x):
+        if tf.executing_eagerly() and x.shape[0] == 4:
+            return x - tf.stop_gradient(x[:1])
+        return x
+
+
+def test_a_model_that_computes_something_else_when_traced_runs_eagerly():
+    model = around(MixesFour())
+    with pytest.raises(ValueError, match="mixes examples"):
+        model._privacy.plan(model, (*map(tf.constant, arrays()), None))
+
+
+def test_the_check_holds_nothing_when_it_is_done():
+    model = around(layers.Dense(4))
+    probes = weakref.WeakSet()
+    new = probe._Probe.__init__
+
+    def init(self, *args):
+        new(self, *args)
+        probes.add(self)
+
+    with unittest.mock.patch.object(probe._Probe, "__init__", init):
+        gc.disable()
+        try:
+            model._privacy.plan(model, (*map(tf.constant, arrays()), None))
+            assert not probes
+        finally:
+            gc.enable()
 
 
 def test_layers_get_their_call_back_after_an_error():
