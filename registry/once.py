@@ -40,9 +40,4 @@ def once(function: Callable[..., Any], *sizes: Any) -> Callable[..., Any]:
             autograph=False,
             experimental_attributes={"_noinline": True},
         )
-
-    def call(*args):
-        with _keras.as_written():
-            return written[key](*args)
-
-    return call
+    return written[key]
