@@ -42,7 +42,7 @@ from keras_fastclip.registry.turns import norms_in_turns
 TILE = 512
 
 # Wider vectors are cut into chunks of so many numbers, and so many at most.
-_WIDE, _CHUNK, _MOST_CHUNKS = 1024, 512, 64
+_WIDE, _CHUNK, _MOST_CHUNKS = 1024, 256, 64
 
 _ALL = slice(None)
 
