@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from keras_fastclip import _keras, keystream, normal, rounded
 from keras_fastclip.keystream import Keystream
+from keras_fastclip.registry.terms import shaped_as
 from keras_fastclip.rooms import ALIGNMENT
 
 PHILOX = 1
@@ -330,19 +331,9 @@ def _in_groups(
         sizes = [sums[place].shape.num_elements() for place in places]
         parts = [mean] if len(places) == 1 else tf.split(mean, sizes)
         for place, part in zip(places, parts, strict=True):
-            noised[place] = _shaped_as(sums[place], part)
+            noised[place] = shaped_as(sums[place], part)
     return [noised[place] for place in range(len(sums))]
 
 
 def _as_vector(tensor):
     return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
-
-
-def _shaped_as(tensor, vector):
-    """The vector in the shape of a tensor, in few operations."""
-    shape = tensor.shape
-    if shape == vector.shape and shape.is_fully_defined():
-        return vector
-    if shape.is_fully_defined():
-        return tf.reshape(vector, shape)
-    return tf.ensure_shape(tf.reshape(vector, tf.shape(tensor)), shape)

@@ -10,8 +10,8 @@ two examples take more, and some milliseconds of work.
 The ways of a kernel are run in turn, so that whatever else the machine does
 meets all of them; but for loops, which are run after them, if at all.
 
-What takes time is to write a way as a graph: some 50 ms, and 300 for a loop.
-So TensorFlow runs it as it is written.
+What takes time is to write a way as a graph, most of all a loop, and to have
+TensorFlow optimize it. So it runs as it is written.
 With oneDNN no loop over single examples is timed, but taken to take a quarter
 longer than all examples at once, or blocks of them: small products are fast
 there, and several of them in one operation faster. Without oneDNN, none is

@@ -16,7 +16,7 @@ from keras_fastclip import _keras
 from keras_fastclip.registry.dense import positions
 from keras_fastclip.registry.lookup import register
 from keras_fastclip.registry.once import once
-from keras_fastclip.registry.terms import Small, at_least_float32
+from keras_fastclip.registry.terms import Small, at_least_float32, shaped_as
 
 
 @register(keras.layers.LayerNormalization)
@@ -186,7 +186,7 @@ class _Groups(_WithDerivative):
         variance = _mean(groups, tf.reduce_mean(tf.square(d), 1))
         r = tf.math.rsqrt(variance + epsilon)
         zeta = d * (r * gamma)[:, None] + beta
-        return _shaped_as(inputs, zeta), d, r
+        return shaped_as(inputs, zeta), d, r
 
     @staticmethod
     def sums_of(groups, _, g, d, r):
@@ -199,7 +199,7 @@ class _Groups(_WithDerivative):
         mean = r * _mean(groups, gamma * of_beta) / count
         slope = r * r * _mean(groups, gamma * of_gamma) / count
         away = d * slope[:, None] + mean[:, None]
-        return _shaped_as(g, positions(g) * (r * gamma)[:, None] - away)
+        return shaped_as(g, positions(g) * (r * gamma)[:, None] - away)
 
 
 def _mean(groups, by_channel):
@@ -209,11 +209,6 @@ def _mean(groups, by_channel):
     parts = tf.reshape(by_channel, [-1, groups, each])
     means = tf.reduce_mean(parts, -1, keepdims=True)
     return tf.reshape(tf.tile(means, [1, 1, each]), [-1, width])
-
-
-def _shaped_as(tensor, other):
-    """The other in the shape of a tensor."""
-    return tf.ensure_shape(tf.reshape(other, tf.shape(tensor)), tensor.shape)
 
 
 def _affine(layer, inputs, gamma, beta):

@@ -289,6 +289,14 @@ def with_leading(
     return tf.ensure_shape(result, [*static, *rest])
 
 
+def shaped_as(tensor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """The other's numbers in the shape of a tensor, in few operations."""
+    shape = tensor.shape
+    if not shape.is_fully_defined():
+        return tf.ensure_shape(tf.reshape(other, tf.shape(tensor)), shape)
+    return other if other.shape == shape else tf.reshape(other, shape)
+
+
 def long_sum(squares: tf.Tensor, count: int | None) -> tf.Tensor:
     """A sum of so many squares by a CPU, not below its true value.
 
