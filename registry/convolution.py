@@ -58,9 +58,7 @@ from keras_fastclip.registry.linear import (
     gram,
     join_blocks,
     measures,
-    over_blocks,
-    product_of_measures,
-    rounded_up,
+    norms,
     scaled_pair,
     times_transposed,
 )
@@ -535,14 +533,14 @@ class Convolution(Linear):
         if at_once and not shifted:
             return super().omega(g, rows)
         if at_once or form == "blocks":
-            norms = _norms_at_once if at_once else _norms_in_blocks
-            return once(norms, self.kernel(rows))(*self.operands(g, rows))
+            found = _norms_at_once if at_once else _norms_in_blocks
+            return once(found, self.kernel(rows))(*self.operands(g, rows))
 
         # Patches take more than the image, so they are cut in the loop.
         def of_one(inputs, g):
             one = self._on(inputs[0])
             if shifted and form == "loop":
-                return _norms(one.measures(g[0]), one)
+                return norms(one.measures(g[0]), one.kinds())
             norm = ghost_norm_by_tiles if form == "tiles" else ghost_norm
             return norm(*one.pair(g[0], Rows(rows.per_example)))
 
@@ -593,8 +591,9 @@ class Convolution(Linear):
         for axis, count in enumerate(geometry.kernel_size):
             step = geometry.dilation_rate[axis] * math.prod(sizes[axis + 1 :])
             length = gram_a.shape[-1] - (count - 1) * step
-            windows = [slice(i * step, i * step + length) for i in range(count)]
-            gram_a = tf.add_n([gram_a[:, w, w] for w in windows])
+            size = tf.constant([-1, length, length])
+            starts = [[0, i * step, i * step] for i in range(count)]
+            gram_a = tf.add_n([tf.slice(gram_a, s, size) for s in starts])
         behind = [[0, s - o] for s, o in zip(sizes, outputs, strict=True)]
         padded_g = tf.pad(other, [[0, 0], *behind, [0, 0]])
         g = tf.reshape(padded_g, [-1, math.prod(sizes), other.shape[-1]])
@@ -636,26 +635,21 @@ def _blockwise(kernel):
 
 def _norms_at_once(kernel, inputs, g):
     """Ghost norms of all examples, with one row each."""
-    found = kernel.bare(inputs[:, 0])
-    return _norms(found.measures(g[:, 0]), found)
-
-
-def _norms(found, term):
-    """Ghost norms from what `measures` of a term returned."""
-    return rounded_up(over_blocks(product_of_measures(found, term.kinds())))
+    found = kernel.bare(tf.squeeze(inputs, 1))
+    return norms(found.measures(tf.squeeze(g, 1)), found.kinds())
 
 
 def _norms_in_blocks(kernel, inputs, g):
     """The same, some examples at a time."""
-    # Bounds on errors take many operations, for all examples as many as for a
-    # few.
+    inputs, g = tf.squeeze(inputs, 1), tf.squeeze(g, 1)
+    # Bounds on errors take as many operations for all examples as for a few.
     found = in_blocks(
-        lambda inputs, g: kernel.bare(inputs[:, 0]).measures(g[:, 0]),
+        lambda inputs, g: kernel.bare(inputs).measures(g),
         [inputs, g],
         kernel.ghost_block,
-        number=7,
+        number=2,
     )
-    return _norms(found, kernel.bare(inputs[:, 0]))
+    return norms(found, kernel.bare(inputs).kinds())
 
 
 def _examples_in(numbers, each):

@@ -15,6 +15,7 @@ from keras_fastclip.registry.lookup import for_quantized, register
 from keras_fastclip.registry.terms import (
     Small,
     is_computed,
+    size_of,
     sum_to_shape,
     with_rows,
 )
@@ -214,11 +215,11 @@ def added_elsewhere(zeta: tf.Tensor, shape: Sequence[int]) -> bool:
 
 def positions(tensor):
     """(rows, ..., d) -> (rows, T, d)."""
-    width = tensor.shape[-1]
     if tensor.shape.rank == 2:
         return tensor[:, None, :]
     if tensor.shape.rank == 3:
         return tensor
+    width = size_of(tensor, -1)
     count = _positions_of(tensor, tensor.shape.rank - 2)
     return with_rows(tensor, [count, width])
 

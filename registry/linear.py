@@ -26,13 +26,14 @@ import numpy as np
 import tensorflow as tf
 
 from keras_fastclip import _keras
-from keras_fastclip.registry.once import once
+from keras_fastclip.registry.once import of_any_size, once
 from keras_fastclip.registry.terms import (
     Factors,
     Rows,
     Term,
     at_least_float32,
     itself,
+    long_sum,
     select_rows,
     sum_of_squares,
 )
@@ -363,12 +364,13 @@ def ghost_norm(
 
 
 def _norms_at_once(a, g):
-    return rounded_up(over_blocks(gram_product(a, g)))
+    grams = gram(a), gram(g)
+    return norms(measures(*grams), [own.kind for own in grams])
 
 
 def ghost_norm_by_tiles(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
     """`ghost_norm` that holds few rows of the Gram matrices at a time."""
-    return rounded_up(over_blocks(_product(*_by_tiles(a, g))))
+    return norms(_by_tiles(a, g), [Kind.of(each.shape[-1]) for each in (a, g)])
 
 
 class Product(NamedTuple):
@@ -388,26 +390,55 @@ class Product(NamedTuple):
 def gram_product(a: tf.Tensor, g: tf.Tensor) -> Product:
     """⟨aaᵀ, ggᵀ⟩ of a (..., T, d) and g (..., T, p)."""
     grams = gram(a), gram(g)
-    return product_of_measures(measures(*grams), [own.kind for own in grams])
+    return product(*measures(*grams), limits_of([own.kind for own in grams]))
 
 
 def measures(a: "Gram", g: "Gram") -> list[tf.Tensor]:
-    """All that `product_of_measures` needs of two Gram matrices, (..., ?)."""
-    found = [sum_of_products(a.matrix, g.matrix)]
-    for own, other in ((a, g), (g, a)):
-        against = own.against(other) + tf.zeros_like(found[0])
-        found += [_norms_of_rows(own.matrix), own.lengths, against]
-    return found
+    """All that the product of two Gram matrices depends on, in two arrays.
+
+    (..., 5): its value; Σ|aₜ|² and Σ|gₜ|²; what `against` says of either.
+    (..., 2, T): norms of the rows of aaᵀ, and of ggᵀ.
+    """
+    value = sum_of_products(a.matrix, g.matrix)
+    pairs = (a, g), (g, a)
+    # Without chunks, `limits_of` has no use for it.
+    chunks = has_chunks(a.kind, g.kind)
+    against = [own.against(other) if chunks else value for own, other in pairs]
+    rows = [_norms_of_rows(own.matrix) for own in (a, g)]
+    numbers = [value, a.trace, g.trace, *against]
+    return [tf.stack(numbers, -1), tf.stack(rows, -2)]
 
 
-def product_of_measures(
-    found: Sequence[tf.Tensor], kinds: Sequence["Kind"]
-) -> Product:
-    """⟨aaᵀ, ggᵀ⟩ with its error, from what `measures` returned."""
-    value, *others = found
-    return _product(
-        value, _Size.of(kinds[0], *others[:3]), _Size.of(kinds[1], *others[3:])
-    )
+def limits_of(kinds: Sequence["Kind"]) -> tf.Tensor:
+    """How far Gram matrices of some kinds may be off, for `product`."""
+    chunks = has_chunks(*kinds)
+    found = [
+        (
+            kind.width,
+            kind.additions * math.sqrt(kind.chunks),
+            kind.additions + 1 if chunks else np.inf,
+        )
+        for kind in kinds
+    ]
+    return tf.constant(found, tf.float64)
+
+
+def has_chunks(a: "Kind", g: "Kind") -> bool:
+    """Whether lengths of chunks are known of any of two Gram matrices.
+
+    Where they are not, errors are small anyway.
+    """
+    return a.lengths > 1 or g.lengths > 1
+
+
+def norms(found: Sequence[tf.Tensor], kinds: Sequence["Kind"]) -> tf.Tensor:
+    """Ω, rounded up, from what `measures` returned."""
+    # Bounds on errors take many operations, the same for all sizes.
+    return of_any_size(_norms)(*found, limits_of(kinds))
+
+
+def _norms(numbers, rows, limits):
+    return rounded_up(over_blocks(product(numbers, rows, limits)))
 
 
 class Kind(NamedTuple):
@@ -418,18 +449,20 @@ class Kind(NamedTuple):
         additions: how often ‖a꜀a꜀ᵀ‖ of a chunk may be lost to roundoff, within
             the chunk and where chunks are added up.
         chunks: how many.
+        lengths: of how many the lengths of the vectors are known, or 1.
     """
 
     width: int
     additions: float
     chunks: int
+    lengths: int
 
     @classmethod
     def of(cls, width: int) -> "Kind":
         """As `gram` does it."""
         step = chunk_width(width)
         chunks = -(-width // step)
-        return cls(width, additions(step) + chunks - 1, chunks)
+        return cls(width, additions(step) + chunks - 1, chunks, chunks)
 
     def shifted(self, offsets: int, additions: int) -> "Kind":
         """Of vectors that are put together from others, at some offsets.
@@ -446,6 +479,7 @@ class Kind(NamedTuple):
             offsets * self.width,
             self.additions + additions,
             offsets * self.chunks,
+            lengths=1,
         )
 
 
@@ -454,23 +488,31 @@ class Gram(NamedTuple):
 
     Attributes:
         matrix: (..., T, T), or some of its rows.
-        lengths: (..., T, n), |aₜ| of each chunk, or one number for all.
+        squares: (..., T, n), |aₜ|² of each chunk, or (..., T) of one.
         kind: how it was added up.
     """
 
     matrix: tf.Tensor
-    lengths: tf.Tensor
+    squares: tf.Tensor
     kind: Kind
 
-    def against(self, other: "Gram", rows: slice = _ALL) -> tf.Tensor:
-        """Σ|aₛ||aₜ||otherₛₜ| over all chunks, s and t, or some rows s.
+    @property
+    def lengths(self) -> tf.Tensor:
+        """(..., T, n), |aₜ| of each chunk."""
+        lengths = tf.sqrt(self.squares)
+        return lengths if self.kind.lengths > 1 else lengths[..., None]
 
-        Infinity where neither has chunks: errors are small anyway.
-        """
-        if self.lengths.shape[-1] == other.lengths.shape[-1] == 1:
-            return tf.constant(np.inf, other.matrix.dtype)
-        reach = tf.matmul(tf.abs(other.matrix), self.lengths)
-        reach *= self.lengths[..., rows, :]
+    @property
+    def trace(self) -> tf.Tensor:
+        """Σ|aₜ|²."""
+        total = tf.reduce_sum(self.squares, -1)
+        return tf.reduce_sum(total, -1) if self.kind.lengths > 1 else total
+
+    def against(self, other: "Gram", rows: slice = _ALL) -> tf.Tensor:
+        """Σ|aₛ||aₜ||otherₛₜ| over all chunks, s and t, or some rows s."""
+        lengths = self.lengths
+        reach = tf.matmul(tf.abs(other.matrix), lengths)
+        reach *= lengths[..., rows, :]
         return tf.reduce_sum(tf.reduce_sum(reach, -1), -1)
 
     def shifted(self, matrix: tf.Tensor, kind: Kind) -> "Gram":
@@ -479,8 +521,8 @@ class Gram(NamedTuple):
         A sum of |xₛ||xₜ| over the chunks of two vectors is at most the product
         of their lengths.
         """
-        squares = tf.linalg.diag_part(matrix)[..., None]
-        return Gram(matrix, tf.sqrt(_with_lost(squares, kind.width)), kind)
+        squares = tf.linalg.diag_part(matrix)
+        return Gram(matrix, _with_lost(squares, kind.width), kind)
 
 
 def gram(tensor: tf.Tensor, rows: slice = _ALL) -> Gram:
@@ -492,21 +534,50 @@ def gram(tensor: tf.Tensor, rows: slice = _ALL) -> Gram:
     """
     width = tensor.shape[-1]
     step = chunk_width(width)
-    sums, lengths = [], []
-    for start in range(0, width, step):
-        # Two chunks at a time: each is a copy.
-        with tf.control_dependencies(sums[-2:-1]):
-            chunk = tensor
-            if step < width:
-                chunk = tensor[..., start : start + step]
-            own = tf.matmul(chunk[..., rows, :], chunk, transpose_b=True)
-            sums.append(sums[-1] + own if sums else own)
-            if rows is _ALL:
-                squares = tf.linalg.diag_part(own)
-            else:
-                squares = sum_of_squares(chunk, [-1])
-            lengths.append(tf.sqrt(_with_lost(squares, chunk.shape[-1])))
-    return Gram(sums[-1], tf.stack(lengths, -1), Kind.of(width))
+
+    def of_chunk(start, size):
+        chunk = tensor
+        if size < width:
+            chunk = _columns(tensor, start, size)
+        some = chunk if rows is _ALL else chunk[..., rows, :]
+        own = tf.matmul(some, chunk, transpose_b=True)
+        if rows is _ALL:
+            squares = tf.linalg.diag_part(own)
+        else:
+            squares = sum_of_squares(chunk, [-1])
+        return own, _with_lost(squares, size)
+
+    others = (width - 1) // step
+    total, last = of_chunk(others * step, width - others * step)
+    if not others:
+        return Gram(total, last, Kind.of(width))
+
+    def body(i, total, squares):
+        own, each = of_chunk(i * step, step)
+        return i + 1, total + own, squares.write(i, each)
+
+    array = tf.TensorArray(total.dtype, others, element_shape=last.shape)
+    # Two chunks at a time: each is a copy.
+    _, total, squares = tf.while_loop(
+        lambda i, *_: i < others,
+        body,
+        (0, total, array),
+        parallel_iterations=2,
+    )
+    squares = tf.concat([squares.stack(), last[None]], 0)
+    first_to_last = [*range(1, squares.shape.rank), 0]
+    return Gram(total, tf.transpose(squares, first_to_last), Kind.of(width))
+
+
+def _columns(tensor, start, size):
+    """So many of the last axis."""
+    leading = tf.shape(tensor)[:-1]
+    found = tf.slice(
+        tensor,
+        tf.concat([tf.zeros_like(leading), [start]], 0),
+        tf.concat([leading, [size]], 0),
+    )
+    return tf.ensure_shape(found, [*tensor.shape[:-1], size])
 
 
 def chunk_width(width: int) -> int:
@@ -527,7 +598,6 @@ class _Size(NamedTuple):
         error: by how much it is off, at most, in norm.
         against: by how much its product with the other matrix is off for it,
             as far as lengths of vectors tell.
-        count: T.
         width: d.
     """
 
@@ -536,16 +606,15 @@ class _Size(NamedTuple):
     norm: tf.Tensor
     error: tf.Tensor
     against: tf.Tensor
-    count: float | tf.Tensor
-    width: int
+    width: tf.Tensor
 
     @classmethod
     def of(
         cls,
-        kind: Kind,
-        rows: tf.Tensor,
-        lengths: tf.Tensor,
+        limits: tf.Tensor,
+        trace: tf.Tensor,
         against: tf.Tensor,
+        rows: tf.Tensor,
     ):
         """From what was computed.
 
@@ -554,25 +623,24 @@ class _Size(NamedTuple):
         other the trace is there, which no norm exceeds.
 
         Args:
-            kind: how the matrix was added up.
-            rows: norms of its rows.
-            lengths: as in `Gram`.
-            against: of the matrix and the other one.
+            limits: of the matrix.
+            trace, against, rows: of it, as in `measures`.
         """
-        dtype = rows.dtype
+        dtype, count = rows.dtype, _count(rows, -1)
+        width, units, additions = tf.unstack(tf.cast(limits, dtype), 3)
         least = np.finfo(dtype.as_numpy_dtype).tiny
-        count = _count(lengths, -2)
-        lost = count * kind.width * least
-        units = kind.additions * math.sqrt(kind.chunks)
+        lost = count * width * least
         more = 1 + 2 * roundoff(dtype, units) + 2 * roundoff(dtype, count)
-        squares = tf.reduce_sum(tf.square(lengths), -1)
-        trace = more * tf.reduce_sum(squares, -1) + lost
+        trace = more * trace + lost
         small = count**0.5 * math.sqrt(least) + lost
-        rows = tf.minimum(more * rows + small, trace[..., None])
+        rows = more * long_sum(rows, None) + small
+        rows = tf.minimum(rows, trace[..., None])
         norm = tf.minimum(more * tf.norm(rows, axis=-1), trace)
         error = roundoff(dtype, units) * norm + roundoff(dtype, 1) * trace
-        against *= 1.01 * more * roundoff(dtype, kind.additions + 1)
-        return cls(trace, rows, norm, error, against, count, kind.width)
+        reach = 1.01 * more * roundoff(dtype, additions) * against
+        # No chunks, no bound.
+        reach = tf.where(tf.math.is_inf(additions), additions, reach)
+        return cls(trace, rows, norm, error, reach, width)
 
 
 def _count(tensor, axis):
@@ -584,11 +652,14 @@ def _count(tensor, axis):
 
 
 def _norms_of_rows(gram):
+    if _keras.on_cpu():
+        # `_Size` makes up for what `sum_of_squares` would.
+        return tf.math.reduce_euclidean_norm(gram, -1)
     return tf.sqrt(sum_of_squares(gram, [-1]))
 
 
-def _product(value, a, g) -> Product:
-    """⟨aaᵀ, ggᵀ⟩ as computed, with a bound on its error.
+def product(numbers: tf.Tensor, rows: tf.Tensor, limits: tf.Tensor) -> Product:
+    """⟨aaᵀ, ggᵀ⟩ from what `measures` found, with a bound on its error.
 
     Computed are aaᵀ + E and ggᵀ + F. An entry of a Gram matrix is a sum of d
     products, and each addition is off by at most a unit of roundoff times its
@@ -625,7 +696,13 @@ def _product(value, a, g) -> Product:
     sum of the k largest of these numbers, for k positions; and the sum over k
     of the roots of such sums at most the root of T times the sum of them.
     """
-    dtype, count = value.dtype, a.count
+    value, *others = tf.unstack(numbers, 5, -1)
+    # Traces, then what is against.
+    a, g = (
+        _Size.of(limits[i], *others[i::2], rows=own)
+        for i, own in enumerate(tf.unstack(rows, 2, -2))
+    )
+    dtype, count = value.dtype, _count(rows, -1)
     unit, tiny = roundoff(dtype, 1), np.finfo(dtype.as_numpy_dtype).tiny
     error = tf.minimum(a.error * g.norm, a.against)
     error += tf.minimum(g.error * a.norm, g.against)
@@ -679,7 +756,7 @@ def sum_of_products(a: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
 
 
 def _by_tiles(a, g):
-    """⟨aaᵀ, ggᵀ⟩, and the sizes of aaᵀ and of ggᵀ."""
+    """As `measures`, of some rows of aaᵀ and of ggᵀ at a time."""
 
     def tile(start):
         rows = slice(start, start + TILE)
@@ -689,23 +766,25 @@ def _by_tiles(a, g):
             norms = _norms_of_rows(own.matrix)
             behind = [[0, 0]] * (norms.shape.rank - 1)
             behind += [[0, TILE - tf.shape(norms)[-1]]]
-            against = own.against(other, rows)
-            found += [tf.pad(norms, behind), against]
+            chunks = has_chunks(own.kind, other.kind)
+            against = own.against(other, rows) if chunks else found[0]
+            found += [against, tf.pad(norms, behind)]
         return tuple(found)
 
-    value, *found = tf.map_fn(
+    count = tf.shape(a)[-2]
+    found = tf.map_fn(
         tile,
-        tf.range(0, tf.shape(a)[-2], TILE),
+        tf.range(0, count, TILE),
         fn_output_signature=(a.dtype,) * 5,
         parallel_iterations=1,
     )
-    value = tf.reduce_sum(tf.cast(value, tf.float64), 0)
-    sizes = [tf.cast(value, a.dtype)]
-    for tensor, rows, against in ((a, *found[:2]), (g, *found[2:])):
-        no_rows = gram(tensor, slice(0, 0))
-        rows, against = _side_by_side(rows), tf.reduce_sum(against, 0)
-        sizes.append(_Size.of(no_rows.kind, rows, no_rows.lengths, against))
-    return sizes
+    value, *against = (
+        tf.cast(tf.reduce_sum(tf.cast(each, tf.float64), 0), a.dtype)
+        for each in (found[0], *found[1::2])
+    )
+    rows = tf.stack([_side_by_side(each) for each in found[2::2]], -2)
+    traces = [gram(each, slice(0, 0)).trace for each in (a, g)]
+    return [tf.stack([value, *traces, *against], -1), rows[..., :count]]
 
 
 def _side_by_side(tiles):

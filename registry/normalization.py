@@ -15,8 +15,13 @@ import tensorflow as tf
 from keras_fastclip import _keras
 from keras_fastclip.registry.dense import positions
 from keras_fastclip.registry.lookup import register
-from keras_fastclip.registry.once import once
-from keras_fastclip.registry.terms import Small, at_least_float32, shaped_as
+from keras_fastclip.registry.once import of_any_size
+from keras_fastclip.registry.terms import (
+    Small,
+    at_least_float32,
+    shaped_as,
+    size_of,
+)
 
 
 @register(keras.layers.LayerNormalization)
@@ -78,7 +83,7 @@ class _WithDerivative:
     from_sums = False
 
     def __init__(self, layer, inputs):
-        self._sizes, self._latest = self._sizes_of(layer), None
+        self._fixed, self._latest = self._fixed_of(layer), None
         width = inputs.shape[-1]
         gamma, beta = (
             tf.fill([width], tf.constant(neutral, inputs.dtype))
@@ -89,27 +94,29 @@ class _WithDerivative:
         run = _keras.custom_gradient(self._normalized)
         self.zeta = run(inputs, gamma, beta)
 
-    def _sizes_of(self, layer):
+    def _fixed_of(self, layer):
         """What `forward` and the others depend on beside tensors."""
         raise NotImplementedError
 
     def _normalized(self, inputs, gamma, beta):
         """The output, and the function that its cotangent goes back by."""
-        forward = once(self.forward, *self._sizes)
-        zeta, *self._held = forward(inputs, gamma, beta)
-        held = self._held
+        forward = of_any_size(self.forward, *self._fixed)
+        zeta, *held = forward(inputs, gamma, beta)
+        zeta.set_shape(inputs.shape)
+        self._held = held
 
-        def backward(cotangent):
+        def back(cotangent):
             g = tf.ensure_shape(cotangent, inputs.shape)
             # Known again when the gradients of γ and β are asked for.
             sums = self._sums(g)
             self._latest = cotangent, sums
-            by_input = once(self.backward, *self._sizes)
+            backward = of_any_size(self.backward, *self._fixed)
             given = sums if self.from_sums else ()
-            total = [tf.reduce_sum(each, 0) for each in sums]
-            return by_input(g, gamma, *given, *held), *total
+            by_input = backward(g, gamma, *given, *held)
+            by_input.set_shape(inputs.shape)
+            return by_input, *(tf.reduce_sum(each, 0) for each in sums)
 
-        return zeta, backward
+        return zeta, back
 
     def sums(self, g):
         """Σg·x̂ and Σg over the positions of each row, (rows, channels)."""
@@ -118,28 +125,31 @@ class _WithDerivative:
         return self._sums(g)
 
     def _sums(self, g):
-        return once(self.sums_of, *self._sizes)(g, *self._held)
+        sums = of_any_size(self.sums_of, *self._fixed)(g, *self._held)
+        for each in sums:
+            each.set_shape([None, g.shape[-1]])
+        return sums
 
     @staticmethod
     def forward(*args):
-        """Maps sizes, inputs, γ and β to ζ and what the others need of it."""
+        """Maps this, inputs, γ and β to ζ and what the others need of it."""
         raise NotImplementedError
 
     @staticmethod
     def sums_of(*args):
-        """Maps sizes, g and what `forward` found to what `sums` returns."""
+        """Maps this, g and what `forward` found to what `sums` returns."""
         raise NotImplementedError
 
     @staticmethod
     def backward(*args):
-        """Maps sizes, g, γ, perhaps sums, and the rest to the cotangent."""
+        """Maps this, g, γ, perhaps sums, and the rest to the cotangent."""
         raise NotImplementedError
 
 
 class _LastAxis(_WithDerivative):
     """All positions, each normalized over its channels."""
 
-    def _sizes_of(self, layer):
+    def _fixed_of(self, layer):
         epsilon = layer.epsilon
         # As in Keras.
         return (keras.config.epsilon() if epsilon is None else epsilon,)
@@ -176,7 +186,7 @@ class _Groups(_WithDerivative):
 
     from_sums = True
 
-    def _sizes_of(self, layer):
+    def _fixed_of(self, layer):
         return layer.groups, layer.epsilon
 
     @staticmethod
@@ -204,7 +214,7 @@ class _Groups(_WithDerivative):
 
 def _mean(groups, by_channel):
     """(rows, channels), means over the channels of a group for each."""
-    width = by_channel.shape[-1]
+    width = size_of(by_channel, -1)
     each = width // groups
     parts = tf.reshape(by_channel, [-1, groups, each])
     means = tf.reduce_mean(parts, -1, keepdims=True)

@@ -35,9 +35,51 @@ def once(function: Callable[..., Any], *sizes: Any) -> Callable[..., Any]:
     written = _written.setdefault(graph, {})
     key = function, *sizes
     if key not in written:
-        written[key] = tf.function(
-            bound,
-            autograph=False,
-            experimental_attributes={"_noinline": True},
-        )
+        written[key] = _as_node(bound)
     return written[key]
+
+
+def _as_node(function, signature=None):
+    return tf.function(
+        function,
+        signature,
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
+
+
+# By function, and rank and type of its arguments.
+_of_any_size: dict[Any, Callable[..., Any]] = {}
+
+
+def of_any_size(function: Callable[..., Any], *fixed: Any) -> Callable:
+    """The same for tensors of all sizes, of which it returns no sizes.
+
+    It is traced once in a process for arguments of the same ranks and types.
+
+    Args:
+        function: of what is fixed and tensors, and of nothing else.
+        fixed: its first arguments.
+    """
+    bound = functools.partial(function, *fixed)
+
+    def call(*tensors):
+        if tf.executing_eagerly() or _keras.in_xla():
+            return bound(*tensors)
+        kinds = [(tensor.shape.rank, tensor.dtype) for tensor in tensors]
+        key = function, *fixed, *kinds
+        if key not in _of_any_size:
+            signature = [
+                tf.TensorSpec([None] * rank, dtype) for rank, dtype in kinds
+            ]
+            _of_any_size[key] = _as_node(bound, signature)
+        return _of_any_size[key](*map(_not_constant, tensors))
+
+    return call
+
+
+def _not_constant(tensor):
+    """With a constant TensorFlow would write a function anew for each call."""
+    if not tf.is_tensor(tensor) or tensor.op.type != "Const":
+        return tensor
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)

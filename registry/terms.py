@@ -29,6 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_fastclip import _keras
+from keras_fastclip.registry.once import of_any_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +125,22 @@ class Factors:
     def without_others(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Zeros in rows of factor zero, if any row is not finite."""
 
-        def select():
-            return [select_rows(self.keep, tensor) for tensor in tensors]
-
         sizes = [tensor.shape[1:].num_elements() for tensor in tensors]
         small = None not in sizes and sum(sizes) < _SMALL
         if self.finite is None or small:
-            return select()
-        return tf.cond(self.finite, lambda: list(tensors), select)
+            return [select_rows(self.keep, tensor) for tensor in tensors]
+        kept = of_any_size(_without_others)(self.finite, self.values, *tensors)
+        for tensor, known in zip(kept, tensors, strict=True):
+            tensor.set_shape(known.shape)
+        return kept
+
+
+def _without_others(finite, values, *tensors):
+    return tf.cond(
+        finite,
+        lambda: list(tensors),
+        lambda: [select_rows(values != 0, tensor) for tensor in tensors],
+    )
 
 
 class Term:
@@ -263,6 +272,12 @@ def select_rows(keep: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     """Zeros in the rows that are not kept, whatever they hold."""
     shape = [-1] + [1] * (tensor.shape.rank - 1)
     return tf.where(tf.reshape(keep, shape), tensor, tf.zeros([], tensor.dtype))
+
+
+def size_of(tensor: tf.Tensor, axis: int) -> int | tf.Tensor:
+    """Of an axis: a number where it is known while tracing."""
+    known = tensor.shape[axis]
+    return tf.shape(tensor)[axis] if known is None else known
 
 
 def with_rows(tensor: tf.Tensor, shape: Sequence[Any]) -> tf.Tensor:

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_fastclip import _keras
-from keras_fastclip.registry.once import once
+from keras_fastclip.registry.once import of_any_size, once
 from keras_fastclip.registry.terms import (
     Factors,
     itself,
@@ -78,7 +78,7 @@ class _Turns(_Loop):
         """
         places = tf.minimum(self.places(turn), self.count - 1)
         return [
-            self.function(*(_rows(tensor, row, 1) for tensor in self.tensors))
+            self.function(*_rows(self.tensors, row, 1))
             for row in tf.unstack(places)
         ]
 
@@ -91,15 +91,23 @@ class _Turns(_Loop):
         return tf.TensorArray(dtype, self.number, element_shape=[AT_ONCE])
 
 
-def _rows(tensor, start, count):
-    """So many rows from a given one, without a copy where that can be."""
-    shape = tensor.shape[1:]
-    sizes = [count, *shape]
-    if not shape.is_fully_defined():
-        sizes = tf.concat([[count], tf.shape(tensor)[1:]], 0)
-    found = tf.slice(tensor, start * ([1] + [0] * shape.rank), sizes)
-    known = count if isinstance(count, int) else None
-    return tf.ensure_shape(found, [known, *shape])
+def _rows(tensors, start, count):
+    """So many rows of each, from a given one; no copies where that can be."""
+    found, by_rank = [], {}
+    for tensor in tensors:
+        rank, shape = tensor.shape.rank, tensor.shape[1:]
+        if rank not in by_rank:
+            first = tf.constant([1] + [0] * (rank - 1))
+            by_rank[rank] = start * first, count * first
+        begin, size = by_rank[rank]
+        if shape.is_fully_defined():
+            size += tf.constant([0, *shape])
+        else:
+            size += tf.concat([[0], tf.shape(tensor)[1:]], 0)
+        rows = tf.slice(tensor, begin, size)
+        rows.set_shape([count if isinstance(count, int) else None, *shape])
+        found.append(rows)
+    return found
 
 
 def norms_in_turns(
@@ -174,50 +182,65 @@ class KeptInTurns:
         turns = self._turns
         behind = [[0, turns.number * AT_ONCE - turns.count]]
         values = tf.pad(tf.cast(factors.values, self._dtype), behind)
-        return _weighted_sum(
-            turns,
-            self._arrays,
-            self._shapes,
-            tf.reshape(values, [-1, AT_ONCE]),
-            factors.finite,
+        values = tf.reshape(values, [-1, AT_ONCE])
+        return _weighted_sums(
+            _sum_of_turns, values, factors, self._arrays, self._shapes
         )
 
 
-def _weighted_sum(loop, arrays, shapes, values, finite):
-    """Σᵢ cᵢ·gradientᵢ, turn by turn.
+def _weighted_sums(function, values, factors, arrays, shapes, *sizes):
+    """Σᵢ cᵢ·gradientᵢ.
 
     Args:
-        loop: the turns.
+        function: of factors, whether all is finite, an array and sizes.
+        values: the factors, as it takes them.
+        factors: whether all is finite.
         arrays: gradients, (n, *shape) for each turn.
         shapes: of the gradients.
-        values: the factors, (turns, n).
-        finite: as in `Factors`.
+        sizes: for the function.
     """
+    finite = factors.finite
+    if finite is None:
+        finite = tf.constant(False)  # Perhaps not.
+    total = of_any_size(function)
+    sums = [total(values, finite, _flow(each), *sizes) for each in arrays]
+    return [
+        tf.reshape(flat, shape)
+        for flat, shape in zip(sums, shapes, strict=True)
+    ]
 
-    def body(turn, *sums):
+
+def _sum_of_turns(values, finite, flow):
+    """Turn by turn, with factors (turns, n); as a vector."""
+    array = flow
+    if not isinstance(flow, tf.TensorArray):
+        array = tf.TensorArray(values.dtype, flow=flow, clear_after_read=False)
+
+    # There is at least one turn.
+    width = tf.reduce_prod(tf.shape(array.read(0))[1:])
+
+    def body(turn, total):
         own = Factors(values[turn], finite)
-        gradients = [
-            tf.ensure_shape(array.read(turn), [None, *shape])
-            for array, shape in zip(arrays, shapes, strict=True)
-        ]
-        gradients = own.without_others(*gradients)
-        return [
-            total + own.total(each)
-            for total, each in zip(sums, gradients, strict=True)
-        ]
+        gradients = tf.reshape(array.read(turn), [-1, width])
+        (kept,) = own.without_others(gradients)
+        return turn + 1, total + tf.matmul(own.values[None], kept)[0]
 
-    return loop.run(body, [_zeros(loop, s, values.dtype) for s in shapes])
+    _, total = tf.while_loop(
+        lambda turn, _: turn < tf.shape(values)[0],
+        body,
+        (0, tf.fill([width], tf.zeros([], values.dtype))),
+        parallel_iterations=_PARALLEL,
+    )
+    return total
 
 
-def _zeros(loop, shape, dtype):
-    """For sums.
+def _flow(array):
+    """What holds the tensors of an array, for a function.
 
-    Of a shape that it knows TensorFlow would make a constant, as large as the
-    weight and held for as long as the graph. There is at least one turn, which
-    it does not know.
+    It is all that a function returns of one, too.
     """
-    sizes = tf.maximum(shape, tf.minimum(loop.number, 1))
-    return tf.ensure_shape(tf.fill(sizes, tf.zeros([], dtype)), shape)
+    whole = isinstance(array, tf.TensorArray) and not tf.executing_eagerly()
+    return array.flow if whole else array
 
 
 class _Blocks(_Loop):
@@ -246,7 +269,7 @@ class _Blocks(_Loop):
     def block(self, turn, tensors):
         """The tensors of a block."""
         start = tf.minimum(turn * self.size, self.count - self.size)
-        return [_rows(tensor, start, self.size) for tensor in tensors]
+        return _rows(tensors, start, self.size)
 
     def in_order(self, array):
         """What came of the blocks, by example."""
@@ -373,9 +396,14 @@ class KeptInBlocks:
 
     def weighted_sum(self, factors: Factors) -> list[tf.Tensor]:
         """Σᵢ cᵢ·gradientᵢ, without the examples of factor zero."""
-        values = tf.cast(factors.values, self._dtype)
-        total = once(_sum_of_kept, self._build.shapes, self._most)
-        sums = total(values, factors.finite, *self._arrays)
+        sums = _weighted_sums(
+            _sum_of_blocks,
+            tf.cast(factors.values, self._dtype),
+            factors,
+            self._arrays,
+            self._build.shapes,
+            tf.constant(self._most),
+        )
         return self._build.assembled(sums)
 
 
@@ -387,19 +415,9 @@ def _kept(build, most, *tensors):
     return blocks.in_order(norms), *arrays
 
 
-def _sum_of_kept(shapes, most, values, finite, *arrays):
+def _sum_of_blocks(values, finite, flow, most):
     blocks = _Blocks(tf.shape(values)[0], most)
-    arrays = [_as_array(array, values.dtype) for array in arrays]
-    return _weighted_sum(
-        blocks, arrays, shapes, blocks.by_block(values), finite
-    )
-
-
-def _as_array(array, dtype):
-    """An array, of which a function returns but what holds its tensors."""
-    if isinstance(array, tf.TensorArray):
-        return array
-    return tf.TensorArray(dtype, flow=array, clear_after_read=False)
+    return _sum_of_turns(blocks.by_block(values), finite, flow)
 
 
 def norm_of_one(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
