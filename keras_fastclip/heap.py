@@ -7,7 +7,6 @@ them, so the first step would come on top: some 100 MB for a ResNet-18.
 
 import ctypes
 import functools
-import gc
 from typing import Any
 
 import keras
@@ -38,7 +37,6 @@ def give_back() -> np.bool_:
     """Gives free memory back, where the C library can; returns whether."""
     trim = _trim()
     if trim is not None:
-        gc.collect()  # Graphs that are no longer used hold themselves.
         trim(0)
     return np.bool_(trim is not None)
 

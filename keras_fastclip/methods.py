@@ -264,12 +264,13 @@ def clipped_sums(
     # A call whose rows are not those of the batch must not pass unnoticed.
     shape = tf.reshape(batch_size, [1])
     norms = []
-    # One after the other, as the backward pass comes to them: two at a time
-    # would hold twice what passes.
-    for part in reversed(parts):
+    # One after the other: two at a time would hold twice what passes. And from
+    # the first layer on: its inputs and cotangents are often the largest, and
+    # go, where the gradients that the last ones keep are, and stay.
+    for part in parts:
         with tf.control_dependencies(norms[-1:]):
             norms.append(tf.reshape(part.squared_norms(), shape))
-    norms = widest(norms[::-1])
+    norms = widest(norms)
     squared = [tf.zeros_like(norms[0])] * count
     for part, norm in zip(parts, norms, strict=True):
         squared[groups[part.path]] += norm

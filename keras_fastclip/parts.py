@@ -347,7 +347,7 @@ def together(parts: Sequence[Part], groups: Mapping[str, int]) -> list:
         else:
             key = groups[part.path], part.few
             few.setdefault(key, []).append(part)
-    return others + [FewWeights(found) for found in few.values()]
+    return [FewWeights(found) for found in few.values()] + others
 
 
 class _Built:

@@ -711,7 +711,9 @@ class ConvolutionKernel(Kernel):
     @property
     def block(self):
         room = _IN_CACHE if self.line is None else _IN_ALL_CACHES
-        return _examples_in(room, self.copied("blocks"))
+        copied = _examples_in(room, self.copied("blocks"))
+        # What is built may be put together from pieces.
+        return min(copied, _examples_in(_IN_ALL_CACHES, self.built))
 
     @functools.cached_property
     def line(self) -> "_Line | None":
