@@ -275,25 +275,29 @@ def _by_xla(flats, stddev, divisor, stream, step):
     for place, flat in flats.items():
         pieces = _pieces(flat)
         for i, piece in enumerate(pieces):
-            before = parts[-IN_FLIGHT] if len(parts) >= IN_FLIGHT else []
+            before = [parts[-IN_FLIGHT]] if len(parts) >= IN_FLIGHT else []
             own = functools.partial(stream, place, i)
             with tf.control_dependencies([piece, *before]):
                 parts.append(_piece_by_xla(piece, stddev, divisor, own, step))
-        noised[place] = tf.concat(
-            [h for p in parts[-len(pieces) :] for h in p], 0
-        )
+        own = parts[-len(pieces) :]
+        noised[place] = own[0] if len(own) == 1 else tf.concat(own, 0)
     return noised
 
 
 def _piece_by_xla(piece, stddev, divisor, stream, step):
-    """In two parts."""
-    pairs = (piece.shape[0] + 1) // 2
+    size = piece.shape[0]
+    pairs = (size + 1) // 2
     words = tf.numpy_function(
         lambda step: normal.random_words(pairs, stream(step)), [step], tf.uint32
     )
     words = tf.ensure_shape(_keras.independent(words), [normal.WORDS, pairs])
     add = normal.add_by_xla(piece.dtype)
-    return add(piece, words, stddev, tf.constant(divisor, tf.float64))
+    # Pairs of values as complex numbers; the same memory.
+    even = piece if size == 2 * pairs else tf.pad(piece, [[0, 1]])
+    flat = tf.bitcast(tf.reshape(even, [-1, 2]), normal.COMPLEX[piece.dtype])
+    noised = add(flat, words, stddev, tf.constant(divisor, tf.float64))
+    noised = tf.reshape(tf.bitcast(noised, piece.dtype), [-1])
+    return noised if even is piece else noised[:size]
 
 
 def _pieces(flat):

@@ -176,6 +176,7 @@ class Desk:
 
 # -- by XLA --------------------------------------------------------------------
 
+COMPLEX = {tf.float32: tf.complex64, tf.float64: tf.complex128}
 # Values that are made at a time.
 COMPILED_PIECE = 1 << 20
 _words = Rooms(BYTES * COMPILED_PIECE // 2 + BEHIND)
@@ -198,12 +199,16 @@ LOG_SERIES = (
 def add_by_xla(dtype: tf.DType) -> tf.types.experimental.PolymorphicFunction:
     """A function of flat, words, stddev and divisor: (flat + noise) / divisor.
 
-    In two halves: joined in here, XLA would work out each pair of values twice.
     One loop over the values, in place of some thirty passes over them. Traced
     once in a process; XLA compiles it for each size that it meets.
+
+    Args:
+        dtype: of a vector, of which the function takes and returns two values
+            as one complex number: a loop of XLA writes one number at a time,
+            and would work out a pair again for its second value.
     """
     signature = [
-        tf.TensorSpec([None], dtype),
+        tf.TensorSpec([None], COMPLEX[dtype]),
         tf.TensorSpec([WORDS, None], tf.uint32),
         tf.TensorSpec([], tf.float64),
         tf.TensorSpec([], tf.float64),
@@ -214,15 +219,18 @@ def add_by_xla(dtype: tf.DType) -> tf.types.experimental.PolymorphicFunction:
 
 
 def _add_by_xla(flat, words, stddev, divisor):
-    values = by_tensorflow(words, flat.dtype)
-    pairs = words.shape[1]
-    pairs = tf.shape(words)[1] if pairs is None else pairs
-    factor = tf.cast(1 / divisor, flat.dtype)
-    scale = tf.cast(stddev / divisor, flat.dtype)
-    return [
-        part * factor + scale * half[: tf.size(part)]
-        for part, half in zip((flat[:pairs], flat[pairs:]), values, strict=True)
-    ]
+    parts = tf.math.real(flat), tf.math.imag(flat)
+    dtype = parts[0].dtype
+    factor = tf.cast(1 / divisor, dtype)
+    scale = tf.cast(stddev / divisor, dtype)
+    return tf.complex(
+        *(
+            part * factor + scale * values
+            for part, values in zip(
+                parts, by_tensorflow(words, dtype), strict=True
+            )
+        )
+    )
 
 
 def random_words(pairs: int, stream: Keystream) -> np.ndarray:
