@@ -24,8 +24,8 @@ BEHIND = 16
 ZEROS = memoryview(bytes(1 << 18))
 
 
-# Two ways to the same bytes: that of GCM counts from 2, and its tag is not used.
-# Where processors encrypt several blocks at once, OpenSSL has that for GCM only.
+# Two ways to the same bytes: GCM counts from 2, and its tag is left out. Where
+# processors encrypt several blocks at once, OpenSSL may do so for GCM only.
 MODES = {
     "CTR": lambda: modes.CTR(bytes(15) + b"\2"),
     "GCM": lambda: modes.GCM(bytes(12)),

@@ -7,7 +7,6 @@ that is not inlined, they are there once for all layers of the same sizes.
 """
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,41 +14,24 @@ import tensorflow as tf
 
 from keras_fastclip import _keras
 
-# By graph, so that functions go when it does.
-_written: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# So many functions are kept for graphs to come.
+_MOST = 256
 
 
 def once(function: Callable[..., Any], *sizes: Any) -> Callable[..., Any]:
     """The function with its first arguments bound, as a node of the graph.
+
+    It is traced once in a process for tensors of the same shapes but for the
+    first axis, so that the planner and all models have it in common.
 
     Args:
         function: of the sizes and tensors, and of nothing else: what it would
             capture from one call is not there in another.
         sizes: its first arguments, which do not change.
     """
-    bound = functools.partial(function, *sizes)
-    # XLA compiles one program, in which there are no calls.
-    if tf.executing_eagerly() or _keras.in_xla():
-        return bound
-    graph = tf.compat.v1.get_default_graph()
-    written = _written.setdefault(graph, {})
-    key = function, *sizes
-    if key not in written:
-        written[key] = _as_node(bound)
-    return written[key]
-
-
-def _as_node(function, signature=None):
-    return tf.function(
-        function,
-        signature,
-        autograph=False,
-        experimental_attributes={"_noinline": True},
+    return _as_node(
+        function, sizes, lambda shape: [None, *shape[1:]] if shape.rank else []
     )
-
-
-# By function, and rank and type of its arguments.
-_of_any_size: dict[Any, Callable[..., Any]] = {}
 
 
 def of_any_size(function: Callable[..., Any], *fixed: Any) -> Callable:
@@ -61,25 +43,37 @@ def of_any_size(function: Callable[..., Any], *fixed: Any) -> Callable:
         function: of what is fixed and tensors, and of nothing else.
         fixed: its first arguments.
     """
-    bound = functools.partial(function, *fixed)
+    node = _as_node(function, fixed, lambda shape: [None] * shape.rank)
+    return lambda *tensors: node(*map(_not_constant, tensors))
+
+
+def _as_node(function, fixed, shape_of):
+    # XLA compiles one program, in which there are no calls.
+    if tf.executing_eagerly() or _keras.in_xla():
+        return functools.partial(function, *fixed)
 
     def call(*tensors):
-        if tf.executing_eagerly() or _keras.in_xla():
-            return bound(*tensors)
-        kinds = [(tensor.shape.rank, tensor.dtype) for tensor in tensors]
-        key = function, *fixed, *kinds
-        if key not in _of_any_size:
-            signature = [
-                tf.TensorSpec([None] * rank, dtype) for rank, dtype in kinds
-            ]
-            _of_any_size[key] = _as_node(bound, signature)
-        return _of_any_size[key](*map(_not_constant, tensors))
+        signature = tuple(
+            tf.TensorSpec(shape_of(tensor.shape), tensor.dtype)
+            for tensor in tensors
+        )
+        return _written(function, fixed, signature)(*tensors)
 
     return call
 
 
+@functools.lru_cache(maxsize=_MOST)
+def _written(function, fixed, signature):
+    return tf.function(
+        functools.partial(function, *fixed),
+        signature,
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
+
+
 def _not_constant(tensor):
     """With a constant TensorFlow would write a function anew for each call."""
-    if not tf.is_tensor(tensor) or tensor.op.type != "Const":
+    if not tf.is_symbolic_tensor(tensor) or tensor.op.type != "Const":
         return tensor
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)

@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from keras_fastclip import DPSequential
-from keras_fastclip.registry.once import _written, once
+from keras_fastclip.registry import once as once_module
+from keras_fastclip.registry.once import of_any_size, once
 
 
 def scaled(factor, x, y):
@@ -34,15 +35,56 @@ def test_is_written_once_for_all_calls_with_the_same_sizes():
     np.testing.assert_array_equal(step(x), np.full(4, 108.0))
 
 
-def test_other_shapes_are_other_functions():
+@pytest.mark.parametrize(
+    "written, number", [(once, 2), (of_any_size, 1)], ids=["once", "any size"]
+)
+def test_which_shapes_share_a_function(written, number):
     @tf.function(autograph=False)
     def step(x):
-        return once(scaled, 2.0)(x, x), once(scaled, 2.0)(x[:2], x[:2])
+        all_rows, fewer, narrow = x, x[:2], x[:, :1]
+        return [
+            written(scaled, 2.0)(part, part)
+            for part in (all_rows, fewer, narrow)
+        ]
 
-    assert calls_and_functions(step, tf.ones([4])) == (2, 2)
+    x = tf.reshape(tf.range(12.0), [4, 3])
+    assert calls_and_functions(step, x) == (3, number)
+    for found, part in zip(step(x), (x, x[:2], x[:, :1]), strict=True):
+        np.testing.assert_array_equal(found, 3 * part)
 
 
-def test_goes_with_the_graph():
+@pytest.mark.parametrize("written", [once, of_any_size])
+def test_is_traced_once_for_all_graphs(written):
+    traced = []
+
+    def noted(x):
+        traced.append(x.shape)
+        return x + 1.0
+
+    for size in 3, 4:
+        step = tf.function(lambda x: written(noted)(x), autograph=False)
+        np.testing.assert_array_equal(step(tf.ones([size])), np.full(size, 2.0))
+    assert traced == [[None]]
+
+
+def test_takes_constants_and_tensors_that_are_there_already():
+    there = tf.ones([3])
+
+    @tf.function(autograph=False)
+    def step(x):
+        return [
+            of_any_size(scaled, 2.0)(x, other)
+            for other in (x, tf.constant([1.0, 2.0, 3.0]), there)
+        ]
+
+    calls, functions = calls_and_functions(step, there)
+    assert (calls, functions) == (3, 1)
+    np.testing.assert_array_equal(
+        step(there), [[3, 3, 3], [3, 4, 5], [3, 3, 3]]
+    )
+
+
+def test_the_graph_goes():
     def step(x):
         return once(scaled, 2.0)(x, x)
 
@@ -75,7 +117,14 @@ def test_same_as_without(jit_compile):
     ids=["Conv2D", "GroupNormalization", "LayerNormalization", "Dense"],
 )
 @pytest.mark.parametrize("method", ["auto", "bk"])
-def test_more_layers_of_one_size_add_few_operations(layer, method):
+def test_more_layers_of_one_size_add_few_operations(layer, method, monkeypatch):
+    functions, original = [], once_module._written
+
+    def noted(*key):
+        functions.append(original(*key))
+        return functions[-1]
+
+    monkeypatch.setattr(once_module, "_written", noted)
     x = np.zeros([4, 8, 8, 16], "float32")
 
     def written(count):
@@ -91,11 +140,11 @@ def test_more_layers_of_one_size_add_few_operations(layer, method):
         graph = step.graph.as_graph_def()
         # Those would wait for each other, in the order of the layers.
         assert not any(n.op == "StatefulPartitionedCall" for n in graph.node)
-        for function in _written.get(step.graph, {}).values():
-            for traced in function._list_all_concrete_functions():
-                assert not traced.captured_inputs
-        functions = graph.library.function
-        return len(graph.node) + sum(len(f.node_def) for f in functions)
+        library = graph.library.function
+        return len(graph.node) + sum(len(f.node_def) for f in library)
 
     two, four = written(2), written(4)
+    for function in functions:
+        for traced in function._list_all_concrete_functions():
+            assert not traced.captured_inputs
     assert (four - two) / 2 < 60
