@@ -32,7 +32,9 @@ def _processor():
     flags = told.get("flags", "").split()
     known = [f for f in ("avx2", "avx512f", "avx512_vnni") if f in flags]
     name = told.get("model name", "unknown")
-    return ", ".join([name, *(flag.upper() for flag in known)])
+    # Some names are those of several generations.
+    family = f"family {told.get('cpu family', 'unknown')}"
+    return ", ".join([name, family, *(flag.upper() for flag in known)])
 
 
 def free_memory() -> int:
