@@ -12,6 +12,7 @@ import math
 import os
 import pathlib
 import shutil
+import sys
 import threading
 import types
 import zipfile
@@ -48,7 +49,7 @@ from tensorflow.python.eager import record as tf_record
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.parallel_for import pfor
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
-from tensorflow.python.util import _pywrap_util_port
+from tensorflow.python.util import _pywrap_util_port, tf_stack
 
 __all__ = [
     "Functional",
@@ -697,6 +698,40 @@ def eager_scope():
             yield
         finally:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+
+class _NoModules(tf_stack.StackTraceFilter):
+    """Leaves the frames of all modules out of tracebacks of operations."""
+
+    def __init__(self):
+        super().__init__()
+        modules = list(sys.modules.values())
+        files = {getattr(module, "__file__", None) for module in modules}
+        self._files = {file for file in files if isinstance(file, str)}
+        self.internal_set.update_to(self._files)
+
+    def update(self):
+        """Nothing to do: which files these are does not change."""
+
+    def get_filtered_filenames(self):
+        return self._files
+
+
+_of_thread = threading.local()
+
+
+@contextlib.contextmanager
+def short_tracebacks():
+    """Operations made here hardly tell where they were made.
+
+    When a function that is not inlined is first run, TensorFlow writes out the
+    tracebacks of all its operations, for good: some 10 kB for each, most of
+    them frames of Keras and of its own.
+    """
+    if not hasattr(_of_thread, "filter"):
+        _of_thread.filter = _NoModules()
+    with _of_thread.filter:
+        yield
 
 
 @contextlib.contextmanager

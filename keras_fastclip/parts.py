@@ -71,9 +71,7 @@ class Part:
 
     def __init__(self, uses: list[Use]):
         self.uses = uses
-        self.variables = list(
-            {id(v): v for use in uses for v in use.term.variables}.values()
-        )
+        self.variables = _variables_of(uses)
         self.has_adjoint = all(use.term.has_adjoint_for(use.g) for use in uses)
         self.traits = self._find_traits()
         self.way = Way("build", keep=True)
@@ -187,15 +185,16 @@ class Part:
         if len(self.uses) == 1:
             (use,) = self.uses
             pieces = use.term.pieces(use.g, use.rows, self.way.form)
+            # Of the use alone: a cycle would hold what is kept for longer.
             return _Built(
                 [at_least_float32(piece) for piece in pieces],
-                lambda sums: self._added([use.term.assembled(sums)], []),
+                lambda sums: _added([use], [use.term.assembled(sums)], []),
             )
         found = [
             use.term.per_example(use.g, use.rows, self.way.form)
             for use in self.uses
         ]
-        return _Built(self._added(found, [-1]))
+        return _Built(_added(self.uses, found, [-1]))
 
     def _operands(self):
         found = [use.term.operands(use.g, use.rows) for use in self.uses]
@@ -205,29 +204,17 @@ class Part:
         """The gradients of one example, (1, ...), from all uses."""
         pairs = zip(self.uses, self._by_use(operands), strict=True)
         found = [use.term.of_one(*own) for use, own in pairs]
-        return self._added(found, [1])
+        return _added(self.uses, found, [1])
 
     def _of_some(self, *operands):
         """The gradients of some examples, (n, ...), from all uses."""
         pairs = zip(self.uses, self._by_use(operands), strict=True)
         found = [use.term.of_some(*own) for use, own in pairs]
-        return self._added(found, [-1])
+        return _added(self.uses, found, [-1])
 
     def _by_use(self, operands):
         each = len(operands) // len(self.uses)
         return [operands[i : i + each] for i in range(0, len(operands), each)]
-
-    def _added(self, found, leading):
-        """Adds up what the uses have found, in the shapes of the weights."""
-        total = {id(v): [] for v in self.variables}
-        for use, tensors in zip(self.uses, found, strict=True):
-            pairs = zip(use.term.variables, tensors, strict=True)
-            for variable, tensor in pairs:
-                tensor = at_least_float32(tensor)
-                if tuple(tensor.shape) != (*leading, *variable.shape):
-                    tensor = tf.reshape(tensor, [*leading, *variable.shape])
-                total[id(variable)].append(tensor)
-        return [sum(each[1:], each[0]) for each in total.values()]
 
     @property
     def few(self) -> tf.DType | None:
@@ -294,7 +281,24 @@ class Part:
             use.term.weighted_sum(use.g, factors.spread(use.rows))
             for use in self.uses
         ]
-        return self._added(found, [])
+        return _added(self.uses, found, [])
+
+
+def _variables_of(uses):
+    """Each once."""
+    return list({id(v): v for u in uses for v in u.term.variables}.values())
+
+
+def _added(uses, found, leading):
+    """Adds up what the uses have found, in the shapes of the weights."""
+    total = {id(v): [] for v in _variables_of(uses)}
+    for use, tensors in zip(uses, found, strict=True):
+        for variable, tensor in zip(use.term.variables, tensors, strict=True):
+            tensor = at_least_float32(tensor)
+            if tuple(tensor.shape) != (*leading, *variable.shape):
+                tensor = tf.reshape(tensor, [*leading, *variable.shape])
+            total[id(variable)].append(tensor)
+    return [sum(each[1:], each[0]) for each in total.values()]
 
 
 class FewWeights:

@@ -31,7 +31,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_fastclip import _keras, capture, methods
+from keras_fastclip import _keras, capture, heap, methods
 from keras_fastclip.capture import Layout, Plan, Recording, Unit
 from keras_fastclip.losses import first_tensor
 from keras_fastclip.parts import make_parts
@@ -108,7 +108,8 @@ def probe(
         NotPrivateError: the model mixes examples, keeps statistics of the
             data, or reads a weight in a way that cannot be captured.
     """
-    with _keras.eager_scope(), _keras.tensorflow_seed_kept():
+    seed_kept = _keras.tensorflow_seed_kept
+    with heap.tidied(), _keras.eager_scope(), seed_kept():
         return _Probe(model, batch, registry, strict, views).run()
 
 

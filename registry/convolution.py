@@ -82,6 +82,9 @@ from keras_fastclip.registry.turns import (
 # Numbers that stay in the caches of a processor: 2 MiB, and 6 where they are
 # used one after the other.
 _IN_CACHE, _IN_ALL_CACHES = 2**19, 3 * 2**19
+# TensorFlow with oneDNN takes smaller arrays from the C library, which finds no
+# other use for the memory; larger ones share theirs with all of the step.
+_IN_POOL = 2**16
 
 # As many pixels, zeros included, as this times the positions are not too many.
 _FEW_ZEROS = 1.2
@@ -624,7 +627,7 @@ def _blockwise(kernel):
 
     if kernel.line is None:
         return Blockwise(by(kernel.term.per_example), (kernel.weights,))
-    number = math.prod(kernel.geometry.kernel_size[:-1])
+    number = kernel.line.rows
     return Blockwise(
         by(kernel.term.by_line),
         ((kernel.outputs, kernel.inputs // number),) * number,
@@ -713,7 +716,11 @@ class ConvolutionKernel(Kernel):
         room = _IN_CACHE if self.line is None else _IN_ALL_CACHES
         copied = _examples_in(room, self.copied("blocks"))
         # What is built may be put together from pieces.
-        return min(copied, _examples_in(_IN_ALL_CACHES, self.built))
+        most = min(copied, _examples_in(_IN_ALL_CACHES, self.built))
+        if self.line is None:
+            return most
+        in_pool = -(-_IN_POOL // (self.built // self.line.rows))
+        return in_pool if most < in_pool <= 1.5 * most else most
 
     @functools.cached_property
     def line(self) -> "_Line | None":
@@ -852,6 +859,11 @@ class _Line:
     Args:
         geometry: of a convolution whose strides are 1.
         sizes: of an image.
+
+    Attributes:
+        sizes: the same with zeros.
+        pixels: how many there are in all.
+        rows: of offsets, how many a kernel has.
     """
 
     def __init__(self, geometry, sizes):
@@ -868,6 +880,7 @@ class _Line:
             self._shifts.insert(0, [pixels * shift for shift in shifts])
             pixels *= self.sizes[0]
         self.pixels = pixels
+        self.rows = math.prod(geometry.kernel_size[:-1])
 
     def padded(self, tensor: tf.Tensor) -> tf.Tensor:
         """(rows, *spatial, c) -> (rows, pixels, c), with zeros behind."""

@@ -77,10 +77,7 @@ class _WithDerivative:
 
     Attributes:
         zeta: the output.
-        from_sums: whether the inputs' cotangent is made from the sums.
     """
-
-    from_sums = False
 
     def __init__(self, layer, inputs):
         self._fixed, self._latest = self._fixed_of(layer), None
@@ -110,9 +107,7 @@ class _WithDerivative:
             # Known again when the gradients of γ and β are asked for.
             sums = self._sums(g)
             self._latest = cotangent, sums
-            backward = of_any_size(self.backward, *self._fixed)
-            given = sums if self.from_sums else ()
-            by_input = backward(g, gamma, *given, *held)
+            by_input = self._by_input(g, gamma, sums)
             by_input.set_shape(inputs.shape)
             return by_input, *(tf.reduce_sum(each, 0) for each in sums)
 
@@ -140,9 +135,8 @@ class _WithDerivative:
         """Maps this, g and what `forward` found to what `sums` returns."""
         raise NotImplementedError
 
-    @staticmethod
-    def backward(*args):
-        """Maps this, g, γ, perhaps sums, and the rest to the cotangent."""
+    def _by_input(self, g, gamma, sums):
+        """The cotangent of the inputs."""
         raise NotImplementedError
 
 
@@ -167,8 +161,11 @@ class _LastAxis(_WithDerivative):
         of_gamma = tf.reduce_sum(positions(g * normal), 1)
         return of_gamma, tf.reduce_sum(positions(g), 1)
 
+    def _by_input(self, g, gamma, sums):
+        return of_any_size(self.backward)(g, gamma, *self._held)
+
     @staticmethod
-    def backward(_, g, gamma, normal, r):
+    def backward(g, gamma, normal, r):
         h = g * gamma
         mean = tf.reduce_mean(h, -1, keepdims=True)
         slope = tf.reduce_mean(h * normal, -1, keepdims=True)
@@ -183,8 +180,6 @@ class _Groups(_WithDerivative):
     over positions first, then over the channels of a group, takes a CPU less
     time than a sum over both at once.
     """
-
-    from_sums = True
 
     def _fixed_of(self, layer):
         return layer.groups, layer.epsilon
@@ -203,13 +198,20 @@ class _Groups(_WithDerivative):
         g = positions(g)
         return r * tf.reduce_sum(g * d, 1), tf.reduce_sum(g, 1)
 
+    def _by_input(self, g, gamma, sums):
+        of_small = of_any_size(self.factors, *self._fixed)
+        factor, slope, mean = of_small(gamma, *sums, *self._held)
+        # Not in a function: what that is given, it cannot write over.
+        away = self._held[0] * slope + mean
+        return shaped_as(g, positions(g) * factor - away)
+
     @staticmethod
-    def backward(groups, _, g, gamma, of_gamma, of_beta, d, r):
+    def factors(groups, _, gamma, of_gamma, of_beta, d, r):
+        """Of g, of d, and what is left of the cotangent; (rows, 1, C) each."""
         count = tf.cast(tf.shape(d)[1], d.dtype)
         mean = r * _mean(groups, gamma * of_beta) / count
         slope = r * r * _mean(groups, gamma * of_gamma) / count
-        away = d * slope[:, None] + mean[:, None]
-        return shaped_as(g, positions(g) * (r * gamma)[:, None] - away)
+        return [each[:, None] for each in (r * gamma, slope, mean)]
 
 
 def _mean(groups, by_channel):

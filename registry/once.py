@@ -64,12 +64,15 @@ def _as_node(function, fixed, shape_of):
 
 @functools.lru_cache(maxsize=_MOST)
 def _written(function, fixed, signature):
-    return tf.function(
+    written = tf.function(
         functools.partial(function, *fixed),
         signature,
         autograph=False,
         experimental_attributes={"_noinline": True},
     )
+    with _keras.short_tracebacks():
+        written.get_concrete_function()
+    return written
 
 
 def _not_constant(tensor):

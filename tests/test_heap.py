@@ -1,5 +1,9 @@
 """Free memory is given back before the first step, and not again."""
 
+import contextlib
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -69,3 +73,56 @@ def test_other_c_libraries_are_left_alone(monkeypatch):
         assert heap.trimmed(batch) is batch
 
     run()
+
+
+class Node:
+    """Holds itself."""
+
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.fixture
+def no_automatic_collection():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_new_unused_objects_go(no_automatic_collection, error):
+    before = weakref.ref(Node())
+    kept, inside = [], []
+    with contextlib.suppress(ValueError), heap.tidied():
+        inside.append(weakref.ref(Node()))
+        kept.append(Node())
+        inside.append(weakref.ref(kept[0]))
+        if error is not None:
+            raise error
+    assert inside[0]() is None and inside[1]() is kept[0]
+    # Others were not looked at, and will be as ever.
+    assert before() is not None and gc.get_freeze_count() == 0
+    gc.collect()
+    assert before() is None
+
+
+def test_what_somebody_else_put_aside_stays_there():
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with heap.tidied():
+            pass
+        assert gc.get_freeze_count() >= count - 100 > 0  # Some may have gone.
+    finally:
+        gc.unfreeze()
+
+
+def test_the_check_leaves_nothing_behind(no_automatic_collection):
+    def graphs():
+        return sum(isinstance(o, tf.Graph) for o in gc.get_objects())
+
+    model, before = compiled_model(), graphs()
+    model._privacy.prepare(model, (X, X[:, :2], None), 4)
+    assert graphs() == before
+    assert not gc.collect()

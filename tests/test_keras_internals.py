@@ -473,6 +473,19 @@ def test_functions_called_as_written_are_not_optimized():
         assert both(x) == 12
 
 
+def test_short_tracebacks_hold_no_frames_of_modules():
+    def frames():
+        function = tf.function(lambda: tf.ones([3]) + 1.0, autograph=False)
+        operations = function.get_concrete_function().graph.get_operations()
+        return [list(operation.traceback) for operation in operations]
+
+    right = min(len(found) for found in frames())
+    assert right > 10
+    with _keras.short_tracebacks(), _keras.short_tracebacks():
+        assert max(len(found) for found in frames()) <= 2
+    assert min(len(found) for found in frames()) == right
+
+
 def test_functional_config_round_trip():
     model = small()
     config = _keras.functional_config(model)

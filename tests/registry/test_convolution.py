@@ -465,6 +465,19 @@ def test_gradients_in_one_line_take_no_slices_that_are_copies():
         assert term.kernel(ONE_ROW).line is None
 
 
+def test_kept_pieces_fill_the_pool_if_few_examples_more_will_do():
+    def block(channels):
+        x = random(2, 32, 32, channels)
+        layer = built(layers.Conv2D(channels, 3, padding="same"), x)
+        _, (term, _) = default_registry().lookup(layer)(layer, x)[:2]
+        return term.kernel(ONE_ROW).block
+
+    # A third of the gradient of an example has 3 x 64 x 64 numbers.
+    assert block(64) == -(-(2**16) // (3 * 64 * 64)) == 6
+    # So many would need 22, more than twice what the caches hold.
+    assert block(32) == 9
+
+
 @pytest.mark.parametrize("way", ["keep:blocks", "ghost:blocks"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("line", [False, True])
