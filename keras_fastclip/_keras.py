@@ -705,8 +705,13 @@ class _NoModules(tf_stack.StackTraceFilter):
 
     def __init__(self):
         super().__init__()
-        modules = list(sys.modules.values())
-        files = {getattr(module, "__file__", None) for module in modules}
+        modules = [
+            module
+            for module in list(sys.modules.values())
+            if isinstance(module, types.ModuleType)
+        ]
+        # Some make what is asked of them on demand; not what is not there.
+        files = {vars(module).get("__file__") for module in modules}
         self._files = {file for file in files if isinstance(file, str)}
         self.internal_set.update_to(self._files)
 

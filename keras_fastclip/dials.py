@@ -15,6 +15,10 @@ from keras_fastclip import _keras, _validate
 
 Schedule = keras.optimizers.schedules.LearningRateSchedule
 
+# The least clip norm. Of a squared norm in float32 up to 1.2e-38 is lost for
+# each weight: for 10¹¹ of them, a billionth of the square of this.
+LEAST = 1e-9
+
 # Scheduled noise multipliers are rounded up to a grid of one percent, so that
 # a run has some hundreds of them and not one for each step.
 _LEAST, _RATIO, _POINTS = 0.01, 1.01, 1400
@@ -156,10 +160,12 @@ class ClipNorm:
         self._value.assign(float(value))
 
     def at(self, step: tf.Tensor) -> tf.Tensor:
-        """C of a step, float64; works in a graph."""
+        """C of a step, float64 and no less than `LEAST`; works in a graph."""
         if self.schedule is not None:
-            return tf.cast(self.schedule(step), tf.float64)
-        return self._value.read_value()
+            value = tf.cast(self.schedule(step), tf.float64)
+        else:
+            value = self._value.read_value()
+        return tf.maximum(value, tf.constant(LEAST, tf.float64))
 
     def count_stddev(self, sigma: tf.Tensor, batch_size: float) -> tf.Tensor:
         """The noise of the count; none if the gradients get none."""
@@ -202,7 +208,14 @@ def first_norm(given: Any) -> float:
 
 def validate(l2_norm_clip: Any, noise_multiplier: Any) -> None:
     """Refuses what can be told to be wrong before training."""
-    _validate.positive(l2_norm_clip=first_norm(l2_norm_clip))
+    norm = first_norm(l2_norm_clip)
+    _validate.positive(l2_norm_clip=norm)
+    if norm < LEAST:
+        raise ValueError(
+            f"`l2_norm_clip` must be at least {LEAST:g}: the squares of "
+            "gradients that are to be clipped to less may be lost to float32. "
+            f"Received l2_norm_clip={norm!r}. Scale the loss instead."
+        )
     if isinstance(noise_multiplier, Schedule):
         if isinstance(l2_norm_clip, AdaptiveNorm):
             raise ValueError(

@@ -567,7 +567,7 @@ class DPModel(_PrivateModel, keras.Model):
         *args, **kwargs: as for `keras.Model`.
         l2_norm_clip: C, the most that the gradient of one example may have in
             norm. Longer ones are shortened. A number, a schedule of Keras, or
-            an `AdaptiveNorm`.
+            an `AdaptiveNorm`; 10⁻⁹ at the least.
         noise_multiplier: σ. The noise on the sum of the clipped gradients has
             standard deviation σ·C. 0 switches privacy off. A number or a
             schedule of Keras.

@@ -637,9 +637,12 @@ class _Size(NamedTuple):
         rows = tf.minimum(rows, trace[..., None])
         norm = tf.minimum(more * tf.norm(rows, axis=-1), trace)
         error = roundoff(dtype, units) * norm + roundoff(dtype, 1) * trace
-        reach = 1.01 * more * roundoff(dtype, additions) * against
-        # No chunks, no bound.
-        reach = tf.where(tf.math.is_inf(additions), additions, reach)
+        # No chunks, no bound. What is left out is finite, too: the derivative
+        # of an infinite number times a choice against it is none.
+        bounded = tf.math.is_finite(additions)
+        some = tf.where(bounded, additions, tf.zeros_like(additions))
+        reach = 1.01 * more * roundoff(dtype, some) * against
+        reach = tf.where(bounded, reach, additions)
         return cls(trace, rows, norm, error, reach, width)
 
 

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from keras import layers
 
 import keras_fastclip
-from keras_fastclip import DPModel, DPSequential, PoissonDataset, counting
+from keras_fastclip import (
+    AdaptiveNorm,
+    DPModel,
+    DPSequential,
+    PoissonDataset,
+    counting,
+    dials,
+)
 from tests.zoo import cross_entropy, labels, random
 
 N, DELTA = 48, 1e-3
@@ -631,6 +638,13 @@ def test_a_scheduled_norm_bounds_every_example(clipping):
                 right = min(limit, np.sqrt(squared[0]))
                 np.testing.assert_allclose(total, right, rtol=1e-5)
         private.fit(x, y, batch_size=N, verbose=0)
+
+
+@pytest.mark.parametrize("given", [decay(1e-30), AdaptiveNorm(1.0), 1.0])
+def test_no_clip_norm_is_so_small_that_squares_are_lost(given):
+    norm = dials.ClipNorm(given)
+    norm.set(1e-30)  # where it might come to
+    assert norm.at(tf.constant(0)).numpy() == dials.LEAST
 
 
 def test_an_adaptive_norm_finds_its_quantile():

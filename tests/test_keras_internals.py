@@ -486,6 +486,18 @@ def test_short_tracebacks_hold_no_frames_of_modules():
     assert min(len(found) for found in frames()) == right
 
 
+def test_short_tracebacks_ask_nothing_of_modules(monkeypatch):
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name):
+            raise ImportError(name)
+
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    monkeypatch.setitem(sys.modules, "none", None)
+    monkeypatch.setattr(_keras, "_of_thread", threading.local())
+    with _keras.short_tracebacks():
+        pass
+
+
 def test_functional_config_round_trip():
     model = small()
     config = _keras.functional_config(model)

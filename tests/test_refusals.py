@@ -842,6 +842,7 @@ def test_a_weight_that_is_frozen_later_stays_as_it_is():
 NUMBERS = [0, -1.0, float("nan"), float("inf"), "1", None, True]
 SETTINGS_REFUSED = [
     *(({"l2_norm_clip": n}, ["l2_norm_clip=", repr(n)]) for n in NUMBERS),
+    ({"l2_norm_clip": 9e-10}, ["l2_norm_clip=9e-10", "at least 1e-09"]),
     *(
         ({"noise_multiplier": n}, ["noise_multiplier=", repr(n)])
         for n in NUMBERS[1:]

@@ -7,7 +7,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_fastclip.registry.linear import Linear, by_example
+from keras_fastclip.registry.linear import Linear, by_example, ghost_norm
 from keras_fastclip.registry.terms import ONE_ROW, Rows, squared_norm
 from tests.registry.helpers import assert_close, few_cases, random
 
@@ -47,6 +47,27 @@ def test_ghost_norm_equals_instantiated_norm(
     term = linear(a, p)
     (built,) = term.per_example(g, rows)
     assert_close(term.omega(g, rows), squared_norm(built))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("widths", [(20, 8), (1200, 8), (20, 1200)])
+def test_ghost_norms_have_derivatives(widths, traced):
+    a, g = random(2, 6, widths[0]), random(2, 6, widths[1], seed=1)
+    a, g = tf.cast(a, tf.float32), tf.cast(g, tf.float32)
+
+    def built(a, g):
+        return squared_norm(tf.matmul(a, g, transpose_a=True))
+
+    def derivatives(norms):
+        with tf.GradientTape() as tape:
+            tape.watch([a, g])
+            found = norms(a, g)
+        return tape.gradient(found, [a, g])
+
+    run = tf.function(ghost_norm, autograph=False) if traced else ghost_norm
+    for found, right in zip(derivatives(run), derivatives(built), strict=True):
+        gap = np.max(np.abs(found - right))
+        assert gap <= 1e-3 * np.max(np.abs(right))
 
 
 @pytest.mark.parametrize("example_major", [True, False])
