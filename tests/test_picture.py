@@ -9,7 +9,7 @@ from benchmarks import picture
 
 ROOT = pathlib.Path(__file__).parents[1]
 SPEED = ROOT / "benchmarks" / "results" / "speed.txt"
-ELSEWHERE = SPEED.with_stem("speed_epyc")
+ELSEWHERE = SPEED.with_stem("speed_xeon")
 
 
 def test_every_row_is_read():
