@@ -97,7 +97,8 @@ def _measured(kernel: Kernel, way: Way | None, jit_compile: bool) -> float:
     at_once = _measured(kernel, usual, jit_compile)
     if not loops_pay(jit_compile):
         return at_once * _CLEARLY
-    plain = _measured(kernel, None, jit_compile)
+    # With XLA a loop may take ten times as long, which one must know.
+    plain = 0.0 if jit_compile else _measured(kernel, None, jit_compile)
     if at_once + plain * way.ghost < _NEAR * plain:
         return at_once * _CLEARLY
     kind = type(kernel), way.norm, jit_compile

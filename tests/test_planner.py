@@ -458,3 +458,22 @@ def test_convolutions_are_timed_while_the_step_is_traced(monkeypatch):
     x, y = np.random.normal(size=(8, 6, 6, 2)), np.zeros((8, 1))
     model.fit(x, y, batch_size=4, verbose=0)
     assert model.privacy_spent(1e-5) > 0
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_with_xla_no_loop_is_taken_for_nearly_as_fast(monkeypatch, jit_compile):
+    timed = []
+
+    def time_it(kernel, way, jit_compile):
+        timed.append(way and way.form)
+        return 1.0
+
+    monkeypatch.setattr(timing, "_timed", time_it)
+    monkeypatch.setattr(timing, "loops_pay", lambda jit_compile: True)
+    timing._measured.cache_clear()
+    try:
+        way = Way("build", "loop", keep=True)
+        timing._measured(Kernel(41, 37, 23), way, jit_compile)
+    finally:
+        timing._measured.cache_clear()
+    assert ("loop" in timed) == jit_compile
