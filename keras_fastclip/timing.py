@@ -97,10 +97,10 @@ def _measured(kernel: Kernel, way: Way | None, jit_compile: bool) -> float:
     at_once = _measured(kernel, usual, jit_compile)
     if not loops_pay(jit_compile):
         return at_once * _CLEARLY
-    # With XLA a loop may take ten times as long, which one must know.
-    plain = 0.0 if jit_compile else _measured(kernel, None, jit_compile)
-    if at_once + plain * way.ghost < _NEAR * plain:
-        return at_once * _CLEARLY
+    if not jit_compile:  # With XLA a loop may take many times as long.
+        plain = _measured(kernel, None, jit_compile)
+        if at_once + plain * way.ghost < _NEAR * plain:
+            return at_once * _CLEARLY
     kind = type(kernel), way.norm, jit_compile
     alike = way.ghost or type(kernel) is Kernel
     if alike and _slower.get(kind, 0) > _CLEARLY:
